@@ -1,0 +1,64 @@
+"""Attention: one joint softmax over the cache and the pass's own tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.layers import precision
+
+MASKED = -1e30
+"""Score of a masked key: finite, so that a fully masked row has finite gradients."""
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BRKH: jax.Array,
+    v_BRKH: jax.Array,
+    mask_BTR: jax.Array,
+    cached: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Grouped-query attention of T queries over a cache prefix and R keys of the pass itself; returns [B, T, N, H].
+
+    mask_BTR: bool, True where the query may read the key (leading axis 1 broadcasts over the batch).
+    cached: (k [B, K, H, S], v [B, K, S, H], lengths int32 [B]); every query reads exactly the slots below its row's length.
+    Scores and softmax are float32 whatever the dtype.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BRKH.shape[2]
+    group = N // K
+    exact = precision(q_BTNH.dtype)
+    # Query heads of one group share a kv head: fold (group, T) into one axis, so that each kv head is one product.
+    q = q_BTNH.reshape(B, T, K, group, H).transpose(0, 2, 3, 1, 4).reshape(B, K, group * T, H)
+    q = q * jnp.asarray(H**-0.5, q.dtype)
+
+    def scores(product: jax.Array, mask: jax.Array) -> jax.Array:
+        s = product.astype(jnp.float32).reshape(B, K, group, T, -1)
+        return jnp.where(mask[:, None, None], s, MASKED)
+
+    own = scores(jnp.einsum("BKXH,BRKH->BKXR", q, k_BRKH, precision=exact), mask_BTR)
+    peak = jnp.max(own, axis=-1, keepdims=True)
+    if cached is not None:
+        k_cache, v_cache, lengths = cached
+        valid = jnp.arange(k_cache.shape[-1], dtype=jnp.int32)[None, None, :] < lengths[:, None, None]
+        old = scores(jnp.einsum("BKXH,BKHS->BKXS", q, k_cache, precision=exact), valid)
+        peak = jnp.maximum(peak, jnp.max(old, axis=-1, keepdims=True))
+    own = jnp.exp(own - peak)
+    total = jnp.sum(own, axis=-1, keepdims=True)
+    out = jnp.einsum("BKXR,BRKH->BKXH", _flat(own).astype(v_BRKH.dtype), v_BRKH, precision=exact)
+    if cached is not None:
+        old = jnp.exp(old - peak)
+        total = total + jnp.sum(old, axis=-1, keepdims=True)
+        out = out + jnp.einsum("BKXS,BKSH->BKXH", _flat(old).astype(v_cache.dtype), v_cache, precision=exact)
+    out = out / _flat(total).astype(out.dtype)
+    return out.reshape(B, K, group, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def causal_mask(length: int) -> jax.Array:
+    """bool [1, T, T]: token t reads tokens 0..t."""
+    return jnp.tril(jnp.ones((length, length), bool))[None]
+
+
+def _flat(x_BKGTR: jax.Array) -> jax.Array:
+    B, K, G, T, R = x_BKGTR.shape
+    return x_BKGTR.reshape(B, K, G * T, R)

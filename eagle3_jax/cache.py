@@ -1,0 +1,65 @@
+"""The static key/value cache. It only ever receives tokens that were kept; drafted tokens live beside it until then.
+
+K is stored [B, K, H, S] and V [B, K, S, H]: the layouts in which XLA's batched products read them without a transpose.
+One pair of arrays per block, so that a `lax.while_loop` can update each in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+BlockKV = tuple[jax.Array, jax.Array]
+"""K and V of one block for the tokens of one pass, each [B, R, K, H], K already rotated."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """k: per block [B, K, H, S]; v: per block [B, K, S, H]; lengths: int32 [B], the valid slots of each row (slots 0..length-1)."""
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    lengths: jax.Array
+
+    @property
+    def slots(self) -> int:
+        return self.k[0].shape[-1]
+
+
+def empty_cache(num_layers: int, batch: int, num_kv_heads: int, head_dim: int, slots: int, dtype: jnp.dtype) -> Cache:
+    """A cache with no valid slot."""
+    return Cache(
+        k=tuple(jnp.zeros((batch, num_kv_heads, head_dim, slots), dtype) for _ in range(num_layers)),
+        v=tuple(jnp.zeros((batch, num_kv_heads, slots, head_dim), dtype) for _ in range(num_layers)),
+        lengths=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def append(cache: Cache, new: list[BlockKV], rows_BC: jax.Array | None, count_B: jax.Array) -> Cache:
+    """Writes rows `rows_BC` (None: all rows in order) of the pass's K/V behind each row's valid slots; `count_B` of them become valid.
+
+    C slots are written whatever the count: those beyond it are never read, and are overwritten by the next append.
+    The caller guarantees lengths + C <= slots: XLA would clamp the start and overwrite kept rows without a word.
+    """
+    ks, vs = [], []
+    for k_cache, v_cache, (k, v) in zip(cache.k, cache.v, new, strict=True):
+        if rows_BC is not None:
+            k = jnp.take_along_axis(k, rows_BC[:, :, None, None], axis=1)
+            v = jnp.take_along_axis(v, rows_BC[:, :, None, None], axis=1)
+        ks.append(_write(k_cache, k.transpose(0, 2, 3, 1), cache.lengths, axis=2))
+        vs.append(_write(v_cache, v.transpose(0, 2, 1, 3), cache.lengths, axis=1))
+    return Cache(tuple(ks), tuple(vs), cache.lengths + count_B)
+
+
+def _write(buffer: jax.Array, values: jax.Array, starts_B: jax.Array, axis: int) -> jax.Array:
+    """buffer[b, ..., starts[b]:starts[b]+C, ...] = values[b], `axis` counted without the batch."""
+    values = values.astype(buffer.dtype)
+    zero = jnp.zeros((), starts_B.dtype)
+    for b in range(buffer.shape[0]):
+        starts = [jnp.full_like(zero, b)] + [zero] * (buffer.ndim - 1)
+        starts[axis + 1] = starts_B[b]
+        buffer = jax.lax.dynamic_update_slice(buffer, values[b : b + 1], starts)
+    return buffer

@@ -1,0 +1,258 @@
+"""Shapes of the models, read from and written to Hugging Face `config.json` files.
+
+Everything here is frozen and hashable, so that a configuration can be a static argument of a jitted program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the file and the key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: `theta` is the base; `kind` is "default", "linear" or "llama3".
+
+    `factor` stretches positions (linear) or low frequencies (llama3); the last three fields are llama3's alone.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], where: str = "config") -> RopeConfig:
+        """Reads both spellings: transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
+
+        Raises ConfigError for a rope type that is not supported, naming it.
+        """
+        scaling = dict(config.get("rope_scaling") or {})
+        scaling.update(config.get("rope_parameters") or {})
+        theta = scaling.get("rope_theta", config.get("rope_theta"))
+        theta = 10000.0 if theta is None else float(theta)
+        kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
+        if kind == "default":
+            return cls(theta=theta)
+        if kind not in ("linear", "llama3"):
+            raise ConfigError(f"{where}: rope type {kind!r} is not supported (supported: default, linear, llama3)")
+        try:
+            if kind == "linear":
+                return cls(theta=theta, kind=kind, factor=float(scaling["factor"]))
+            return cls(
+                theta=theta,
+                kind=kind,
+                factor=float(scaling["factor"]),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+                original_max_position=int(scaling["original_max_position_embeddings"]),
+            )
+        except KeyError as missing:
+            raise ConfigError(f"{where}: rope type {kind!r} needs the key {missing}") from None
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of both spellings, so that old and new readers find the same rotary embedding."""
+        parameters: dict[str, Any] = {"rope_theta": self.theta, "rope_type": self.kind}
+        if self.kind != "default":
+            parameters["factor"] = self.factor
+        if self.kind == "llama3":
+            parameters.update(
+                low_freq_factor=self.low_freq_factor,
+                high_freq_factor=self.high_freq_factor,
+                original_max_position_embeddings=self.original_max_position,
+            )
+        scaling = {k: v for k, v in parameters.items() if k != "rope_theta"} if self.kind != "default" else None
+        return {"rope_theta": self.theta, "rope_scaling": scaling, "rope_parameters": parameters}
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """The frozen LLaMA-family target. Letters as in the package docstring: V, D, F, N, K, H, L."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], where: str = "config") -> TargetConfig:
+        """Reads a LlamaForCausalLM `config.json`. Raises ConfigError naming a missing or unsupported key."""
+        kind = config.get("model_type", "llama")
+        if kind != "llama":
+            raise ConfigError(f"{where}: model_type {kind!r} is not supported (supported: llama)")
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ConfigError(f"{where}: hidden_act {activation!r} is not supported (supported: silu)")
+        return cls(
+            rope=RopeConfig.from_hf(config, where),
+            max_position=int(config.get("max_position_embeddings", 2048)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            bos_token_id=_first_id(config.get("bos_token_id")),
+            eos_token_ids=token_ids(config.get("eos_token_id")),
+            num_layers=_positive(config, "num_hidden_layers", where),
+            **_widths(config, where),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    """The EAGLE-3 head. `hidden_size` is the draft's own width, `target_hidden_size` sizes the fusion (A = taps · that).
+
+    `taps` are entering-block ids: tap k is the residual stream that ENTERS target block k.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    taps: tuple[int, ...]
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    max_position: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} must lie in 1..vocab_size ({self.vocab_size})")
+        if len(set(self.taps)) != len(self.taps):
+            raise ConfigError(f"taps {self.taps} must be distinct")
+
+    @classmethod
+    def for_target(cls, target: TargetConfig, draft_vocab_size: int, taps: tuple[int, ...] | None = None, **changes: Any) -> DraftConfig:
+        """A head shaped like one block of the target: its heads, widths and rotary embedding, unless `changes` says otherwise."""
+        return cls(
+            **{
+                "vocab_size": target.vocab_size,
+                "draft_vocab_size": draft_vocab_size,
+                "hidden_size": target.hidden_size,
+                "target_hidden_size": target.hidden_size,
+                "intermediate_size": target.intermediate_size,
+                "num_heads": target.num_heads,
+                "num_kv_heads": target.num_kv_heads,
+                "head_dim": target.head_dim,
+                "taps": check_taps(taps, target) if taps is not None else default_taps(target.num_layers),
+                "rms_norm_eps": target.rms_norm_eps,
+                "rope": target.rope,
+                "max_position": target.max_position,
+                **changes,
+            }
+        )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], target: TargetConfig, where: str = "config") -> DraftConfig:
+        """Reads a head's `config.json` in the official dialect.
+
+        The rotary base is the config's own, and 10000 without scaling where it names none (official inference).
+        Absent taps mean the official default for this target; present ones are entering-block ids (key `eagle_taps`).
+        """
+        widths = _widths(config, where)
+        return cls(
+            draft_vocab_size=int(config.get("draft_vocab_size") or widths["vocab_size"]),
+            target_hidden_size=int(config.get("target_hidden_size") or widths["hidden_size"]),
+            taps=tuple(int(k) for k in config["eagle_taps"]) if config.get("eagle_taps") else default_taps(target.num_layers),
+            rope=RopeConfig.from_hf(config, where),
+            max_position=int(config.get("max_position_embeddings", 2048)),
+            **widths,
+        )
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """Entering-block ids (low, mid, high): the official (2, L//2, L-3), or distinct in-range ones where those collide (L < 7)."""
+    if num_layers >= 7:
+        return (2, num_layers // 2, num_layers - 3)
+    if num_layers < 3:
+        raise ConfigError(f"a target of {num_layers} blocks has no three distinct taps; name taps explicitly")
+    return (0 if num_layers == 3 else 1, num_layers // 2, num_layers - 1)
+
+
+def check_taps(taps: tuple[int, ...], target: TargetConfig) -> tuple[int, ...]:
+    """Returns `taps`; raises ConfigError unless every one names a block of the target."""
+    bad = [k for k in taps if not 0 <= k < target.num_layers]
+    if bad or not taps:
+        raise ConfigError(f"taps {taps}: ids must lie in 0..{target.num_layers - 1}, the target's blocks")
+    return tuple(taps)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ConfigError names the file when it is missing, broken, or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """The ids of a config field that may be an int, a list or null."""
+    if value is None:
+        return ()
+    return tuple(int(i) for i in value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def _first_id(value: Any) -> int | None:
+    ids = token_ids(value)
+    return ids[0] if ids else None
+
+
+def _positive(config: Mapping[str, Any], key: str, where: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{where}: {key} must be a positive integer, found {value!r}")
+    return value
+
+
+def _widths(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields that target and draft configurations share."""
+    heads = _positive(config, "num_attention_heads", where)
+    hidden = _positive(config, "hidden_size", where)
+    head_dim = config.get("head_dim")
+    if head_dim is None:
+        if hidden % heads:
+            raise ConfigError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; name head_dim")
+        head_dim = hidden // heads
+    return {
+        "vocab_size": _positive(config, "vocab_size", where),
+        "hidden_size": hidden,
+        "intermediate_size": _positive(config, "intermediate_size", where),
+        "num_heads": heads,
+        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(head_dim),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+    }

@@ -1,0 +1,106 @@
+"""The EAGLE-3 head: fuse three target features, one decoder layer over [token embedding; state], a reduced output head.
+
+Source: paper section 3.1; official code `eagle/model/cnets.py`. The embedding table is the target's and is passed in.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle3_jax.attention import attend
+from eagle3_jax.cache import BlockKV, Cache, empty_cache
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
+from eagle3_jax.params import VocabMap, param
+
+
+class Eagle3Draft(nnx.Module):
+    """Trainable parameters (weights [in, out]) and the vocabulary map.
+
+    d2t: int32 [U], the target id of each draft id (absolute, ascending; on disk it is an offset).
+    """
+
+    def __init__(self, config: DraftConfig):
+        D, F, H, U = config.hidden_size, config.intermediate_size, config.head_dim, config.draft_vocab_size
+        A = config.target_hidden_size * len(config.taps)
+        q_width, kv_width = config.num_heads * H, config.num_kv_heads * H
+        self.config = config
+        self.fc = param((A, D), ("fused", "embed"))
+        self.input_norm = param((D,), ("norm",), "ones")
+        self.hidden_norm = param((D,), ("norm",), "ones")
+        self.q = param((2 * D, q_width), ("embed", "heads"))
+        self.k = param((2 * D, kv_width), ("embed", "kv_heads"))
+        self.v = param((2 * D, kv_width), ("embed", "kv_heads"))
+        self.o = param((q_width, D), ("heads", "embed"))
+        self.mlp_norm = param((D,), ("norm",), "ones")
+        self.gate = param((D, F), ("embed", "mlp"))
+        self.up = param((D, F), ("embed", "mlp"))
+        self.down = param((F, D), ("mlp", "embed"))
+        self.norm = param((D,), ("norm",), "ones")
+        self.head = param((D, U), ("embed", "draft_vocab"))
+        self.d2t = VocabMap(jax.ShapeDtypeStruct((U,), jnp.int32))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute and cache type."""
+        return self.fc.dtype
+
+    def new_cache(self, batch: int, slots: int) -> Cache:
+        """An empty draft cache: slot i holds the pair (feature of token i, embedding of token i+1)."""
+        c = self.config
+        return empty_cache(1, batch, c.num_kv_heads, c.head_dim, slots, self.dtype)
+
+
+def fuse(draft: Eagle3Draft, features_BTA: jax.Array) -> jax.Array:
+    """g [B, T, D]: only target features pass through fc; the draft's own output never does."""
+    return linear(features_BTA.astype(draft.dtype), draft.fc[...])
+
+
+def project_qkv(draft: Eagle3Draft, embedded_BTD: jax.Array, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [B, T, N, H] and k, v [B, T, K, H] of u = concat(input_norm(embedding), hidden_norm(x)); q and k rotated."""
+    c = draft.config
+    B, T, _ = x_BTD.shape
+    u = jnp.concatenate(
+        [rms_norm(embedded_BTD, draft.input_norm[...], c.rms_norm_eps), rms_norm(x_BTD, draft.hidden_norm[...], c.rms_norm_eps)], axis=-1
+    )
+    cos_sin = rotary(positions_BT, c.rope, c.head_dim)
+    q = rotate(linear(u, draft.q[...]).reshape(B, T, c.num_heads, c.head_dim), cos_sin)
+    k = rotate(linear(u, draft.k[...]).reshape(B, T, c.num_kv_heads, c.head_dim), cos_sin)
+    return q, k, linear(u, draft.v[...]).reshape(B, T, c.num_kv_heads, c.head_dim)
+
+
+def finish_layer(draft: Eagle3Draft, x_BTD: jax.Array, attended_BTNH: jax.Array) -> jax.Array:
+    """a [B, T, D]: residual x plus attention output, then the MLP. This a, not normed, is what the next step reads."""
+    B, T, _ = x_BTD.shape
+    x = x_BTD + linear(attended_BTNH.reshape(B, T, -1), draft.o[...])
+    u = rms_norm(x, draft.mlp_norm[...], draft.config.rms_norm_eps)
+    return x + linear(swiglu(linear(u, draft.gate[...]), linear(u, draft.up[...])), draft.down[...])
+
+
+def logits(draft: Eagle3Draft, a: jax.Array) -> jax.Array:
+    """float32 [..., U] from a [..., D]."""
+    return linear(rms_norm(a, draft.norm[...], draft.config.rms_norm_eps), draft.head[...]).astype(jnp.float32)
+
+
+def forward(
+    draft: Eagle3Draft,
+    embed_VD: jax.Array,
+    tokens_BT: jax.Array,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    mask_BTR: jax.Array,
+    cache: Cache | None = None,
+    earlier: BlockKV | None = None,
+) -> tuple[jax.Array, BlockKV]:
+    """One decoder layer over T pairs; returns (a [B, T, D], K/V of [earlier; these] [B, R, K, H]). Nothing is written.
+
+    tokens: target ids, the token AFTER each x. x: g at real positions, a at drafted ones.
+    Keys: the cache's valid slots, then `earlier` drafted pairs, then these T; mask [B, T, R] covers the last two.
+    """
+    q, k, v = project_qkv(draft, embed_VD[tokens_BT].astype(draft.dtype), x_BTD, positions_BT)
+    if earlier is not None:
+        k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
+    cached = None if cache is None else (cache.k[0], cache.v[0], cache.lengths)
+    return finish_layer(draft, x_BTD, attend(q, k, v, mask_BTR, cached)), (k, v)

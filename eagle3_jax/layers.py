@@ -1,0 +1,69 @@
+"""The small pure functions every layer is made of: linear, rms_norm, rotary, swiglu."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.config import RopeConfig
+
+
+def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., I] @ w [I, O] (+ bias [O]) in x's dtype. float32 means float32: accelerators must not round it to TF32 or bfloat16."""
+    y = jnp.matmul(x, w, precision=precision(x.dtype))
+    return y if bias is None else y + bias
+
+
+def precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """The precision of a product in `dtype`."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, computed in float32 whatever x's dtype; result in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * _align(weight.astype(jnp.float32), x32.ndim)).astype(x.dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """float32 [H/2] inverse wavelengths (radians per position), scaled as Hugging Face's `ROPE_INIT_FUNCTIONS` do."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inv = (1.0 / np.power(np.float32(rope.theta), exponent)).astype(np.float32)
+    if rope.kind == "default":
+        return inv
+    if rope.kind == "linear":
+        return (inv / np.float32(rope.factor)).astype(np.float32)
+    wavelength = 2 * math.pi / inv
+    low = rope.original_max_position / rope.low_freq_factor
+    high = rope.original_max_position / rope.high_freq_factor
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * inv / rope.factor + smooth * inv
+    scaled = np.where(wavelength > low, inv / rope.factor, np.where(wavelength < high, inv, blended))
+    return scaled.astype(np.float32)
+
+
+def rotary(positions_BT: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each float32 [B, T, 1, H/2], from integer positions: computed, never read from a table that can be outrun."""
+    inv = jnp.asarray(inverse_frequencies(rope, head_dim))
+    angles = positions_BT.astype(jnp.float32)[..., None, None] * inv[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Half-split rotation (Hugging Face's `rotate_half`) in float32, result in x's dtype."""
+    cos, sin = cos_sin
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up."""
+    return jax.nn.silu(gate) * up
+
+
+def _align(weight: jax.Array, ndim: int) -> jax.Array:
+    return weight.reshape((1,) * (ndim - 1) + weight.shape)

@@ -1,0 +1,118 @@
+"""The frozen LLaMA-family target: (tokens, cache) -> hidden states, tapped features, the pass's own K/V."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle3_jax.attention import attend
+from eagle3_jax.cache import BlockKV, Cache, empty_cache
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
+from eagle3_jax.params import param
+
+
+class TargetBlock(nnx.Module):
+    """One decoder block's parameters. Weights are [in, out], the transpose of the checkpoint's."""
+
+    def __init__(self, config: TargetConfig):
+        D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+        q_width, kv_width = config.num_heads * H, config.num_kv_heads * H
+        self.attention_norm = param((D,), ("norm",), "ones")
+        self.q = param((D, q_width), ("embed", "heads"))
+        self.k = param((D, kv_width), ("embed", "kv_heads"))
+        self.v = param((D, kv_width), ("embed", "kv_heads"))
+        self.o = param((q_width, D), ("heads", "embed"))
+        self.mlp_norm = param((D,), ("norm",), "ones")
+        self.gate = param((D, F), ("embed", "mlp"))
+        self.up = param((D, F), ("embed", "mlp"))
+        self.down = param((F, D), ("mlp", "embed"))
+        if config.attention_bias:
+            self.q_bias = param((q_width,), ("heads",), "zeros")
+            self.k_bias = param((kv_width,), ("kv_heads",), "zeros")
+            self.v_bias = param((kv_width,), ("kv_heads",), "zeros")
+            self.o_bias = param((D,), ("norm",), "zeros")
+        if config.mlp_bias:
+            self.gate_bias = param((F,), ("mlp",), "zeros")
+            self.up_bias = param((F,), ("mlp",), "zeros")
+            self.down_bias = param((D,), ("norm",), "zeros")
+
+
+class Target(nnx.Module):
+    """Parameters of the frozen target: embed [V, D], blocks, final norm [D], head [D, V] (absent when tied to embed)."""
+
+    def __init__(self, config: TargetConfig):
+        self.config = config
+        self.embed = param((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+        self.blocks = nnx.List([TargetBlock(config) for _ in range(config.num_layers)])
+        self.norm = param((config.hidden_size,), ("norm",), "ones")
+        if not config.tie_embeddings:
+            self.head = param((config.hidden_size, config.vocab_size), ("embed", "vocab"))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute and cache type."""
+        return self.embed.dtype
+
+    def new_cache(self, batch: int, slots: int) -> Cache:
+        """An empty cache of `slots` tokens for each of `batch` rows."""
+        c = self.config
+        return empty_cache(c.num_layers, batch, c.num_kv_heads, c.head_dim, slots, self.dtype)
+
+
+class TargetOutput(NamedTuple):
+    """hidden [B, T, D] after the final norm; features [B, T, A], taps concatenated low to high, not normed; kv of the T tokens."""
+
+    hidden: jax.Array
+    features: jax.Array
+    kv: list[BlockKV]
+
+
+def forward(
+    target: Target,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    mask_BTT: jax.Array,
+    cache: Cache | None = None,
+    taps: tuple[int, ...] = (),
+) -> TargetOutput:
+    """One pass over T tokens that read the cache's valid slots and, by mask, each other. Nothing is written.
+
+    tokens, positions: int32; mask: bool [B or 1, T, T], True where the row's query may read the column's key.
+    taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`.
+    """
+    c = target.config
+    x = target.embed[...][tokens_BT]
+    B, T, _ = x.shape
+    cos_sin = rotary(positions_BT, c.rope, c.head_dim)
+    features: dict[int, jax.Array] = {}
+    kv: list[BlockKV] = []
+    for i, block in enumerate(target.blocks):
+        if i in taps:
+            features[i] = x
+        u = rms_norm(x, block.attention_norm[...], c.rms_norm_eps)
+        q = rotate(_project(block, "q", u).reshape(B, T, c.num_heads, c.head_dim), cos_sin)
+        k = rotate(_project(block, "k", u).reshape(B, T, c.num_kv_heads, c.head_dim), cos_sin)
+        v = _project(block, "v", u).reshape(B, T, c.num_kv_heads, c.head_dim)
+        kv.append((k, v))
+        cached = None if cache is None else (cache.k[i], cache.v[i], cache.lengths)
+        x = x + _project(block, "o", attend(q, k, v, mask_BTT, cached).reshape(B, T, -1))
+        u = rms_norm(x, block.mlp_norm[...], c.rms_norm_eps)
+        x = x + _project(block, "down", swiglu(_project(block, "gate", u), _project(block, "up", u)))
+    hidden = rms_norm(x, target.norm[...], c.rms_norm_eps)
+    tapped = jnp.concatenate([features[k] for k in taps], axis=-1) if taps else jnp.zeros((B, T, 0), x.dtype)
+    return TargetOutput(hidden, tapped, kv)
+
+
+def logits(target: Target, hidden: jax.Array) -> jax.Array:
+    """float32 [..., V] from the normed hidden states [..., D]."""
+    weight = target.embed[...].T if target.config.tie_embeddings else target.head[...]
+    return linear(hidden, weight).astype(jnp.float32)
+
+
+def _project(block: TargetBlock, name: str, x: jax.Array) -> jax.Array:
+    bias = getattr(block, f"{name}_bias", None)
+    return linear(x, getattr(block, name)[...], None if bias is None else bias[...])
