@@ -38,6 +38,7 @@ def attend(
 
     own = scores(jnp.einsum("BKXH,BRKH->BKXR", q, k_BRKH, precision=exact), mask_BTR)
     peak = jnp.max(own, axis=-1, keepdims=True)
+    old = v_cache = None
     if cached is not None:
         k_cache, v_cache, lengths = cached
         valid = jnp.arange(k_cache.shape[-1], dtype=jnp.int32)[None, None, :] < lengths[:, None, None]
@@ -46,7 +47,7 @@ def attend(
     own = jnp.exp(own - peak)
     total = jnp.sum(own, axis=-1, keepdims=True)
     out = jnp.einsum("BKXR,BRKH->BKXH", _flat(own).astype(v_BRKH.dtype), v_BRKH, precision=exact)
-    if cached is not None:
+    if old is not None and v_cache is not None:
         old = jnp.exp(old - peak)
         total = total + jnp.sum(old, axis=-1, keepdims=True)
         out = out + jnp.einsum("BKXS,BKSH->BKXH", _flat(old).astype(v_cache.dtype), v_cache, precision=exact)

@@ -58,7 +58,9 @@ def fuse(draft: Eagle3Draft, features_BTA: jax.Array) -> jax.Array:
     return linear(features_BTA.astype(draft.dtype), draft.fc[...])
 
 
-def project_qkv(draft: Eagle3Draft, embedded_BTD: jax.Array, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def project_qkv(
+    draft: Eagle3Draft, embedded_BTD: jax.Array, x_BTD: jax.Array, positions_BT: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q [B, T, N, H] and k, v [B, T, K, H] of u = concat(input_norm(embedding), hidden_norm(x)); q and k rotated."""
     c = draft.config
     B, T, _ = x_BTD.shape

@@ -1,0 +1,33 @@
+"""Settings and fixtures of the whole test run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+# Before the first array: the CPU unless the caller names another backend, and enough virtual devices for a small mesh.
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+# A silent float64 or a silently broadcast axis is a defect here, wherever it happens.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of numbers that the official PyTorch code produced (tests/golden/README.md)."""
+    return HERE / "golden"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Data too large for the repository: the folder `data` under $EAGLE3_SHARED, or under `shared` beside the checkout; skips without it."""
+    root = Path(os.environ.get("EAGLE3_SHARED") or HERE.parent.parent / "shared")
+    if not (root / "data").is_dir():
+        pytest.skip(f"no folder {root / 'data'} (set EAGLE3_SHARED to the folder that holds it)")
+    return root / "data"
