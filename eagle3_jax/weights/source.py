@@ -1,0 +1,37 @@
+"""What a `path_or_id` stands for: a built-in name, a file or folder, or a repository of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from eagle3_jax.weights.table import WeightsError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def locate(path_or_id: str | os.PathLike[str], builtin: Mapping[str, Callable[[], Path]], patterns: list[str]) -> Path:
+    """A local file or folder. A built-in name wins over a folder of that name (write `./name` for the folder).
+
+    Hub repositories are downloaded whole for the files that match `patterns`. Raises WeightsError when nothing is found.
+    """
+    if isinstance(path_or_id, str) and path_or_id in builtin:
+        return builtin[path_or_id]()
+    path = Path(path_or_id).expanduser()
+    if path.exists():
+        return path
+    if isinstance(path_or_id, str) and HUB_ID.fullmatch(path_or_id) and not path_or_id.endswith(".gguf"):
+        return _download(path_or_id, patterns)
+    raise WeightsError(f"{path_or_id}: no such file or folder, and not a built-in name ({', '.join(builtin)})")
+
+
+def _download(repository: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:  # Offline, unknown repository, refused access: the hub's client has a class for each.
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WeightsError(f"{repository}: no such folder here, and the Hugging Face hub did not give it ({first})") from error

@@ -1,0 +1,90 @@
+"""The converter's table: one row per tensor of a checkpoint, checked for shape and completeness, readable in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3_jax.params import fill, named_variables
+
+M = TypeVar("M", bound=nnx.Module)
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be used; the message names the file and the tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """`key` is the tensor's name in the file, `path` the dotted path in our module; `transpose` turns [out, in] into [in, out]."""
+
+    key: str
+    path: str
+    transpose: bool = False
+
+
+def compute_dtype(name: Any) -> np.dtype:
+    """The numpy dtype of "float32" or "bfloat16"; any other name is a WeightsError."""
+    text = name if isinstance(name, str) else jnp.dtype(name).name
+    if text not in DTYPES:
+        raise WeightsError(f"dtype {text!r} is not supported (supported: {', '.join(DTYPES)})")
+    return np.dtype(DTYPES[text])
+
+
+def check_keys(rows: Iterable[Row], present: Iterable[str], where: str, ignore: Callable[[str], bool] = lambda key: False) -> None:
+    """Raises WeightsError unless the file holds exactly the table's tensors; `ignore` names keys that may be there for nothing."""
+    wanted, found = {row.key for row in rows}, {key for key in present if not ignore(key)}
+    missing, extra = sorted(wanted - found), sorted(found - wanted)
+    if missing:
+        raise WeightsError(f"{where}: tensor {missing[0]!r} is missing{_more(missing)}")
+    if extra:
+        raise WeightsError(f"{where}: tensor {extra[0]!r} is not part of this model{_more(extra)}; refusing to ignore it")
+
+
+def read_rows(
+    module: M,
+    rows: Iterable[Row],
+    read: Callable[[str], np.ndarray],
+    dtype: np.dtype,
+    where: Callable[[str], str],
+    given: Mapping[str, jax.Array] | None = None,
+) -> M:
+    """Fills an abstract `module`, one tensor in flight at a time.
+
+    `read(key)` gives the file's array, `where(key)` the file's name for messages; `given` holds finished values by path.
+    Raises WeightsError naming file and key for a shape that is not the module's or a dtype that is not floating point.
+    """
+    shapes = {path: tuple(variable.get_value().shape) for path, variable in named_variables(module)}
+    values: dict[str, Any] = dict(given or {})
+    for row in rows:
+        array = read(row.key)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise WeightsError(f"{where(row.key)}: tensor {row.key!r} has dtype {array.dtype}, expected a floating-point type")
+        want = shapes[row.path][::-1] if row.transpose else shapes[row.path]
+        if tuple(array.shape) != want:
+            raise WeightsError(f"{where(row.key)}: tensor {row.key!r} has shape {tuple(array.shape)}, expected {want}")
+        # np.array always copies: JAX may adopt the buffer, which must not be the mapped file.
+        values[row.path] = jnp.asarray(np.array(array.T if row.transpose else array, dtype=dtype, order="C"))
+    return fill(module, values)
+
+
+def write_rows(module: nnx.Module, rows: Iterable[Row], dtype: np.dtype) -> dict[str, np.ndarray]:
+    """The file's tensors by key, in `dtype`: the inverse of `read_rows`."""
+    values = {path: variable.get_value() for path, variable in named_variables(module)}
+    tensors = {}
+    for row in rows:
+        array = np.asarray(values[row.path])
+        tensors[row.key] = np.array(array.T if row.transpose else array, dtype=dtype, order="C")
+    return tensors
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
