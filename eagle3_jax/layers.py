@@ -14,7 +14,7 @@ from eagle3_jax.config import RopeConfig
 def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [..., I] @ w [I, O] (+ bias [O]) in x's dtype. float32 means float32: accelerators must not round it to TF32 or bfloat16."""
     y = jnp.matmul(x, w, precision=precision(x.dtype))
-    return y if bias is None else y + bias
+    return y if bias is None else y + _align(bias, y.ndim)
 
 
 def precision(dtype: jnp.dtype) -> jax.lax.Precision:
