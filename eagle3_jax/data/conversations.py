@@ -1,0 +1,159 @@
+"""Conversations: one record of any supported format becomes a list of chat messages.
+
+Formats (each record is one JSON object):
+
+    messages        {"messages": [{"role": "user", "content": "..."}, ...]}                    OpenAI, UltraChat
+    conversations   {"conversations": [{"from": "human", "value": "..."}, ...]}                ShareGPT, OpenThoughts
+    prompt          {"prompt": "..." or a list of messages, "response": "..."}
+
+A record may carry `response_ids`: the exact token ids that were sampled for its LAST assistant turn, end-of-turn included when it stopped.
+They are used as they are; text that is decoded and encoded again does not always give the same ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("messages", "conversations", "prompt")
+
+# Names of the speakers in ShareGPT files and their descendants.
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+class DataError(ValueError):
+    """Bad training data; the message names the file and line, or the key, and what to do."""
+
+
+class ConversationError(DataError):
+    """One conversation that cannot be used. `reason` is the short form under which a report counts it."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """messages: dictionaries with `role` and `content` (further keys reach the chat template untouched).
+
+    response_ids: exact ids of the last assistant turn, or None. where: file and line, for messages to a person.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    response_ids: tuple[int, ...] | None = None
+    where: str = ""
+
+
+def parse_record(record: Mapping[str, Any], format: str | None = None, where: str = "") -> Conversation:
+    """One record as a Conversation. `format` is one of FORMATS; None looks at the record's keys.
+
+    Raises ConversationError when the record has no such key, an unknown speaker, or content that is not text.
+    """
+    if not isinstance(record, Mapping):
+        raise ConversationError("not a JSON object", f"{where}: found {type(record).__name__}")
+    if format is None:
+        format = next((name for name in FORMATS if record.get(name) is not None), None)
+    if format not in FORMATS or record.get(format) is None:
+        raise ConversationError(
+            "no conversation in the record", f"{where}: expected one of the keys {', '.join(FORMATS)}; found {', '.join(map(str, record))}"
+        )
+    if format == "prompt":
+        messages = _from_prompt(record, where)
+    else:
+        raw = record[format]
+        if not isinstance(raw, Sequence) or isinstance(raw, str):
+            raise ConversationError("no conversation in the record", f"{where}: {format} must be a list")
+        messages = [_message(item, where) for item in raw]
+        system = record.get("system")
+        if isinstance(system, str) and system and not any(m["role"] == "system" for m in messages):
+            messages.insert(0, {"role": "system", "content": system})
+    return Conversation(tuple(messages), _response_ids(record, where), where)
+
+
+def load_conversations(path: str | Path, format: str | None = None) -> list[Conversation]:
+    """All conversations of a JSONL file (plain or gzip). Raises DataError naming file and line for the first broken record."""
+    return [parse_record(record, format, where) for where, record in read_jsonl(path)]
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yields ("file:line", value) for every non-empty line of a JSONL file, plain or gzip (told by its first bytes).
+
+    Raises DataError naming the file when it is missing or truncated, file and line when a line is not JSON.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as head:
+            opener = gzip.open if head.read(2) == b"\x1f\x8b" else open
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield f"{path}:{number}", json.loads(line)
+                    except ValueError as error:
+                        raise DataError(f"{path}:{number}: not valid JSON ({error})") from None
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip file is damaged or truncated ({error})") from None
+
+
+def _from_prompt(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    prompt, answer = record["prompt"], record.get("response")
+    if answer is None:
+        raise ConversationError("no assistant turn", f"{where}: the record has a prompt but no response")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(item, where) for item in prompt]
+    system = record.get("system")
+    if isinstance(system, str) and system:
+        messages.insert(0, {"role": "system", "content": system})
+    return [*messages, {"role": "assistant", "content": _text(answer, where)}]
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, Mapping):
+        raise ConversationError("a message is not an object", f"{where}: found {type(item).__name__}")
+    speaker = item.get("role", item.get("from"))
+    role = _ROLES.get(str(speaker).lower())
+    if role is None:
+        raise ConversationError("unknown speaker", f"{where}: {speaker!r}")
+    content = item.get("content", item.get("value"))
+    if content is None and item.get("tool_calls"):
+        content = ""
+    rest = {key: value for key, value in item.items() if key not in ("role", "from", "content", "value") and value is not None}
+    return {"role": role, "content": _text(content, where), **rest}
+
+
+def _text(content: Any, where: str) -> str:
+    """Text of a message; a list of text parts is joined."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and content and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise ConversationError("content is not text", f"{where}: {type(content).__name__}")
+
+
+def _response_ids(record: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    ids = record.get("response_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, Sequence) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise ConversationError("bad response_ids", f"{where}: response_ids must be a list of token ids, at least one")
+    return tuple(ids)

@@ -1,0 +1,242 @@
+"""Token ids and loss masks of a conversation, from the chat template.
+
+The rule: what is trained on is what is served. For each assistant turn the template is asked for the prompt a server would send (the
+messages before the turn, generation prompt included); that text, encoded alone, is context. What follows is the response: the ids a
+model would have to emit, up to and including its end-of-turn token. Nothing is searched for in the text, so a user who quotes an
+assistant header fools nobody, no generation tags are needed, and no token merges across the prompt's end: it never does when serving.
+
+Templates that rewrite history (strip reasoning, trim, drop turns) make an earlier turn's ids differ from what a later prompt shows. As
+long as a turn's ids are a prefix of the next turn's, the turns share one example; where not, the next turn starts an example of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from eagle3_jax.data.conversations import Conversation, ConversationError
+
+# Stands for an answer when the template is asked what it writes around one. Plain letters: trimming and splitting leave it whole.
+_PROBE = "QXZANSWERZXQ"
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a tokenizer; Hugging Face's fast tokenizers have it."""
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, add_generation_prompt: bool = False) -> Any: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Any) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example:
+    """One training sequence of n tokens.
+
+    ids: int32 [n]. response: int32 [n], 0 for context (prompts, headers, whatever the model does not write), r >= 1 for tokens of the
+    r-th answer in this example, its end-of-turn token included.
+    """
+
+    ids: np.ndarray
+    response: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def supervised(self) -> int:
+        """Number of response tokens."""
+        return int(np.count_nonzero(self.response))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """One answer as served: prompt ids, answer ids, and how many of the latter belong to the answer (up to its first end-of-turn)."""
+
+    prompt: list[int]
+    answer: list[int]
+    length: int
+
+
+def encode_conversation(tokenizer: Any, conversation: Conversation, *, last_turn_only: bool = False) -> Example:
+    """The conversation as ONE example.
+
+    Raises ConversationError when there is no assistant turn, when every token or no token is a response, or when the template rewrites
+    history so that one sequence cannot hold all turns (use `encode_turns`, or `last_turn_only`).
+    """
+    examples = encode_turns(tokenizer, conversation, last_turn_only=last_turn_only)
+    if len(examples) > 1:
+        raise ConversationError(
+            "the template rewrites history",
+            f"{conversation.where or 'conversation'}: needs {len(examples)} sequences; use encode_turns, or last_turn_only=True",
+        )
+    return examples[0]
+
+
+def encode_turns(tokenizer: Any, conversation: Conversation, *, last_turn_only: bool = False) -> list[Example]:
+    """The conversation as few examples as its template allows, in order (see the module's docstring).
+
+    `last_turn_only`: only the last answer is supervised. Raises ConversationError for a conversation that cannot be used.
+    """
+    messages = _from_first_user(conversation)
+    ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not ends:
+        raise ConversationError("no assistant turn", conversation.where)
+    if last_turn_only:
+        ends = ends[-1:]
+    examples: list[Example] = []
+    shared: list[_Turn] = []
+    for i in ends:
+        exact = conversation.response_ids if i == ends[-1] else None
+        turn = _encode_turn(tokenizer, messages[: i + 1], exact, conversation.where)
+        if shared and turn.prompt[: len(shared[-1].prompt) + len(shared[-1].answer)] != shared[-1].prompt + shared[-1].answer:
+            examples.append(_join(shared, conversation.where))
+            shared = []
+        shared.append(turn)
+    return [*examples, _join(shared, conversation.where)]
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """The ids a server sends for these messages: the template with its generation prompt, encoded without further special tokens.
+
+    Exactly one BOS: the template's own, or one put in front when the tokenizer is made to add it and the template does not write it.
+    """
+    return _with_bos(tokenizer, _encode(tokenizer, _render(tokenizer, messages, generation_prompt=True)))
+
+
+def _join(turns: list[_Turn], where: str) -> Example:
+    """Turns of which each is a prefix of the next, as one example."""
+    last = turns[-1]
+    ids = np.array(last.prompt + last.answer, np.int32)
+    response = np.zeros(len(ids), np.int32)
+    for r, turn in enumerate(turns, 1):
+        response[len(turn.prompt) : len(turn.prompt) + turn.length] = r
+    if not response.any() or response.all():
+        share = "no" if not response.any() else "every"
+        raise ConversationError(f"{share} token is a response", f"{where}: the chat template gives no usable mask")
+    return Example(ids, response)
+
+
+def _encode_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], exact: tuple[int, ...] | None, where: str) -> _Turn:
+    """The last message's answer after the prompt a server would send for the messages before it."""
+    prompt_text = _render(tokenizer, messages[:-1], generation_prompt=True)
+    raw = _encode(tokenizer, prompt_text)
+    prompt = _with_bos(tokenizer, raw)
+    if exact is not None:
+        return _Turn(prompt, list(exact), len(exact))
+    text, end = _answer_text(tokenizer, messages, prompt_text, where)
+    answer = [*_encode_after(tokenizer, prompt_text, raw, text, where), end]
+    return _Turn(prompt, answer, answer.index(end) + 1)
+
+
+def _answer_text(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: str, where: str) -> tuple[str, int]:
+    """What the model writes after `prompt`: the text before its end-of-turn token, and that token's id."""
+    content = messages[-1]["content"]
+    before, after = _surroundings(tokenizer, messages)
+    closing, end = _end_of_turn(tokenizer, messages, after)
+    full = _render(tokenizer, messages)
+    wanted = [part.strip() for part in (content, str(messages[-1].get("reasoning_content", "")))]
+    if full.startswith(prompt) and full.endswith(after) and len(full) >= len(prompt) + len(after):
+        body = full[len(prompt) : len(full) - len(after)]
+        if all(part in body for part in wanted):
+            return body + closing, end
+    # The template does not show the answer as it was written (it strips reasoning, or rewrites): the model still has to write it all.
+    if wanted[1]:
+        content = f"<think>\n{wanted[1]}\n</think>\n\n{content}"
+    if before.startswith(prompt):
+        return before[len(prompt) :] + content + closing, end
+    opened = prompt[len(before) :] if prompt.startswith(before) else None
+    if opened is None or not opened.strip():
+        raise ConversationError("the template gives an answer another prompt than a server's", where)
+    # The generation prompt opens something (typically <think>): the answer must go on from there.
+    if content.lstrip().startswith(opened.strip()):
+        return content.lstrip()[len(opened.strip()) :].lstrip() + closing, end
+    if opened.strip().startswith("<") and "</" + opened.strip()[1:] in content:
+        return content + closing, end
+    raise ConversationError(f"the generation prompt opens {opened.strip()!r}, the answer does not continue it", where)
+
+
+def _surroundings(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """What the template writes before and after the last message's answer."""
+    full = _render(tokenizer, [*messages[:-1], {"role": "assistant", "content": _PROBE}])
+    before, found, after = full.rpartition(_PROBE)
+    if not found:
+        raise ConversationError("the template drops the answer")
+    return before, after
+
+
+def _end_of_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], after: str) -> tuple[str, int]:
+    """Text between an answer and its end-of-turn token, and the token's id: the first special token the template writes after an answer.
+
+    Templates that close no turn (the next header closes it, or nothing does): the tokenizer's end-of-sequence token.
+    """
+    special = special_ids(tokenizer)
+    for i, token in enumerate(ids := _encode(tokenizer, after)):
+        if token in special:
+            return tokenizer.decode(ids[:i]), token
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None:
+        raise ConversationError("no end-of-turn token", "the template closes no assistant turn and the tokenizer names no eos_token")
+    return "", int(eos)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that no ordinary text encodes to: special and added tokens."""
+    ids = set(getattr(tokenizer, "all_special_ids", ()) or ())
+    ids.update(getattr(tokenizer, "added_tokens_decoder", {}) or {})
+    return frozenset(int(i) for i in ids)
+
+
+def _encode_after(tokenizer: Any, prompt: str, prompt_tokens: list[int], text: str, where: str) -> list[int]:
+    """Ids of `text` as a model would write them after the prompt.
+
+    Encoding both together is right when the prompt's ids survive. Where tokens merge across the border, `text` is encoded alone, or behind
+    a line break for tokenizers that put a space in front of whatever they encode.
+    """
+    if not text:
+        return []
+    together = _encode(tokenizer, prompt + text)
+    if together[: len(prompt_tokens)] == prompt_tokens:
+        return together[len(prompt_tokens) :]
+    whole = tokenizer.decode(together)
+    anchor = _encode(tokenizer, "\n")
+    for alone in (_encode(tokenizer, text), _encode(tokenizer, "\n" + text)[len(anchor) :]):
+        if tokenizer.decode(prompt_tokens + alone) == whole:
+            return alone
+    raise ConversationError("tokens merge across the prompt's end", where)
+
+
+def _from_first_user(conversation: Conversation) -> list[dict[str, Any]]:
+    """Messages without answers to nobody: ShareGPT cuts long chats into pieces that may begin with an answer."""
+    messages = list(conversation.messages)
+    start = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer", "assistant")), len(messages))
+    return [message for message in messages[:start] if message["role"] != "assistant"] + messages[start:]
+
+
+def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False) -> str:
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+    except Exception as error:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConversationError("no chat template", "the tokenizer has none; name one, or use an instruct model") from error
+        raise ConversationError("the template refuses the conversation", str(error)) from error
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _with_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return ids
+    start = 0
+    while start + 1 < len(ids) and ids[start] == ids[start + 1] == bos:
+        start += 1
+    if ids[start : start + 1] != [bos] and list(tokenizer.encode("a"))[:1] == [bos]:
+        return [bos, *ids]
+    return ids[start:]
