@@ -33,16 +33,16 @@ def attend(
     q = q * jnp.asarray(H**-0.5, q.dtype)
 
     def scores(product: jax.Array, mask: jax.Array) -> jax.Array:
-        s = product.astype(jnp.float32).reshape(B, K, group, T, -1)
+        s = product.reshape(B, K, group, T, -1)
         return jnp.where(mask[:, None, None], s, MASKED)
 
-    own = scores(jnp.einsum("BKXH,BRKH->BKXR", q, k_BRKH, precision=exact), mask_BTR)
+    own = scores(jnp.einsum("BKXH,BRKH->BKXR", q, k_BRKH, precision=exact, preferred_element_type=jnp.float32), mask_BTR)
     peak = jnp.max(own, axis=-1, keepdims=True)
     old = v_cache = None
     if cached is not None:
         k_cache, v_cache, lengths = cached
         valid = jnp.arange(k_cache.shape[-1], dtype=jnp.int32)[None, None, :] < lengths[:, None, None]
-        old = scores(jnp.einsum("BKXH,BKHS->BKXS", q, k_cache, precision=exact), valid)
+        old = scores(jnp.einsum("BKXH,BKHS->BKXS", q, k_cache, precision=exact, preferred_element_type=jnp.float32), valid)
         peak = jnp.maximum(peak, jnp.max(old, axis=-1, keepdims=True))
     own = jnp.exp(own - peak)
     total = jnp.sum(own, axis=-1, keepdims=True)
@@ -53,6 +53,17 @@ def attend(
         out = out + jnp.einsum("BKXS,BKSH->BKXH", _flat(old).astype(v_cache.dtype), v_cache, precision=exact)
     out = out / _flat(total).astype(out.dtype)
     return out.reshape(B, K, group, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def attend_causal(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, block: int = 128) -> jax.Array:
+    """As `attend` with `causal_mask`, by blocks of queries that never touch the keys behind them: half the work, small score tiles."""
+    T = q_BTNH.shape[1]
+    parts = []
+    for start in range(0, T, block):
+        stop = min(start + block, T)
+        mask = jnp.arange(stop, dtype=jnp.int32)[None, :] <= jnp.arange(start, stop, dtype=jnp.int32)[:, None]
+        parts.append(attend(q_BTNH[:, start:stop], k_BTKH[:, :stop], v_BTKH[:, :stop], mask[None]))
+    return jnp.concatenate(parts, axis=1)
 
 
 def causal_mask(length: int) -> jax.Array:

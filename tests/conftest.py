@@ -26,7 +26,7 @@ def golden() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Data too large for the repository: the folder `data` under $EAGLE3_SHARED, or under `shared` beside the checkout; skips without it."""
+    """Data too large for the repository: `data` under $EAGLE3_SHARED, or under `shared` beside the checkout; skips without it."""
     root = Path(os.environ.get("EAGLE3_SHARED") or HERE.parent.parent / "shared")
     if not (root / "data").is_dir():
         pytest.skip(f"no folder {root / 'data'} (set EAGLE3_SHARED to the folder that holds it)")

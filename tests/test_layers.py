@@ -141,7 +141,10 @@ def test_rope_config_reads_both_spellings():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, "original_max_position"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+            "original_max_position",
+        ),
     ],
 )
 def test_rope_config_refuses(config: dict, words: str):
