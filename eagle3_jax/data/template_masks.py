@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eagle3_jax.data.conversations import Conversation, ConversationError
+from eagle3_jax.data.conversations import Conversation, ConversationError, DataError
+from eagle3_jax.tokenizer import encode_plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Stands for an answer when the template is asked what it writes around one. Plain letters: trimming and splitting leave it whole.
 _PROBE = "QXZANSWERZXQ"
-
-
-class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer; Hugging Face's fast tokenizers have it."""
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, add_generation_prompt: bool = False) -> Any: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Any) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +56,7 @@ class _Turn:
     length: int
 
 
-def encode_conversation(tokenizer: Any, conversation: Conversation, *, last_turn_only: bool = False) -> Example:
+def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, last_turn_only: bool = False) -> Example:
     """The conversation as ONE example.
 
     Raises ConversationError when there is no assistant turn, when every token or no token is a response, or when the template rewrites
@@ -77,7 +71,7 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, *, last_turn
     return examples[0]
 
 
-def encode_turns(tokenizer: Any, conversation: Conversation, *, last_turn_only: bool = False) -> list[Example]:
+def encode_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, last_turn_only: bool = False) -> list[Example]:
     """The conversation as few examples as its template allows, in order (see the module's docstring).
 
     `last_turn_only`: only the last answer is supervised. Raises ConversationError for a conversation that cannot be used.
@@ -100,14 +94,6 @@ def encode_turns(tokenizer: Any, conversation: Conversation, *, last_turn_only: 
     return [*examples, _join(shared, conversation.where)]
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """The ids a server sends for these messages: the template with its generation prompt, encoded without further special tokens.
-
-    Exactly one BOS: the template's own, or one put in front when the tokenizer is made to add it and the template does not write it.
-    """
-    return _with_bos(tokenizer, _encode(tokenizer, _render(tokenizer, messages, generation_prompt=True)))
-
-
 def _join(turns: list[_Turn], where: str) -> Example:
     """Turns of which each is a prefix of the next, as one example."""
     last = turns[-1]
@@ -121,77 +107,76 @@ def _join(turns: list[_Turn], where: str) -> Example:
     return Example(ids, response)
 
 
-def _encode_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], exact: tuple[int, ...] | None, where: str) -> _Turn:
+def _encode_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], exact: tuple[int, ...] | None, where: str
+) -> _Turn:
     """The last message's answer after the prompt a server would send for the messages before it."""
     prompt_text = _render(tokenizer, messages[:-1], generation_prompt=True)
-    raw = _encode(tokenizer, prompt_text)
-    prompt = _with_bos(tokenizer, raw)
+    prompt = encode_plain(tokenizer, prompt_text)
     if exact is not None:
         return _Turn(prompt, list(exact), len(exact))
     text, end = _answer_text(tokenizer, messages, prompt_text, where)
-    answer = [*_encode_after(tokenizer, prompt_text, raw, text, where), end]
+    answer = [*_encode_after(tokenizer, prompt_text, text, where), end]
     return _Turn(prompt, answer, answer.index(end) + 1)
 
 
-def _answer_text(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: str, where: str) -> tuple[str, int]:
+def _answer_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], prompt: str, where: str) -> tuple[str, int]:
     """What the model writes after `prompt`: the text before its end-of-turn token, and that token's id."""
-    content = messages[-1]["content"]
-    before, after = _surroundings(tokenizer, messages)
-    closing, end = _end_of_turn(tokenizer, messages, after)
+    *history, last = messages
+    _, found, after = _render(tokenizer, [*history, {"role": "assistant", "content": _PROBE}]).rpartition(_PROBE)
+    if not found:
+        raise ConversationError("the template drops the answer", where)
+    closing, end = _end_of_turn(tokenizer, after)
+    content, reasoning = last["content"], str(last.get("reasoning_content") or "").strip()
     full = _render(tokenizer, messages)
-    wanted = [part.strip() for part in (content, str(messages[-1].get("reasoning_content", "")))]
     if full.startswith(prompt) and full.endswith(after) and len(full) >= len(prompt) + len(after):
         body = full[len(prompt) : len(full) - len(after)]
-        if all(part in body for part in wanted):
+        if content.strip() in body and reasoning in body:
             return body + closing, end
-    # The template does not show the answer as it was written (it strips reasoning, or rewrites): the model still has to write it all.
-    if wanted[1]:
-        content = f"<think>\n{wanted[1]}\n</think>\n\n{content}"
-    if before.startswith(prompt):
-        return before[len(prompt) :] + content + closing, end
-    opened = prompt[len(before) :] if prompt.startswith(before) else None
-    if opened is None or not opened.strip():
-        raise ConversationError("the template gives an answer another prompt than a server's", where)
-    # The generation prompt opens something (typically <think>): the answer must go on from there.
-    if content.lstrip().startswith(opened.strip()):
-        return content.lstrip()[len(opened.strip()) :].lstrip() + closing, end
-    if opened.strip().startswith("<") and "</" + opened.strip()[1:] in content:
+    # The template does not show the answer as it was written (it strips reasoning, say): the model still has to write all of it.
+    if reasoning:
+        content = f"<think>\n{reasoning}\n</think>\n\n{content}"
+    served, shown = _headers(tokenizer, history)
+    if shown.startswith(served):
+        return shown[len(served) :] + content + closing, end
+    # The generation prompt opens something that the template does not keep (typically <think>): the answer must go on from there.
+    opened = served.removeprefix(shown).strip()
+    if content.lstrip().startswith(opened):
+        return content.lstrip()[len(opened) :].lstrip() + closing, end
+    if opened.startswith("<") and "</" + opened[1:] in content:
         return content + closing, end
-    raise ConversationError(f"the generation prompt opens {opened.strip()!r}, the answer does not continue it", where)
+    raise ConversationError(f"the generation prompt opens {opened[-40:]!r}, and the answer does not go on from there", where)
 
 
-def _surroundings(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """What the template writes before and after the last message's answer."""
-    full = _render(tokenizer, [*messages[:-1], {"role": "assistant", "content": _PROBE}])
-    before, found, after = full.rpartition(_PROBE)
-    if not found:
-        raise ConversationError("the template drops the answer")
-    return before, after
+def _headers(tokenizer: PreTrainedTokenizerBase, history: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """What the template writes between the last message of the history and an answer: in the prompt of a server, and in a finished chat."""
+    asked = [*history[:-1], {**history[-1], "content": _PROBE}]
+    _, _, served = _render(tokenizer, asked, generation_prompt=True).rpartition(_PROBE)
+    finished, _, _ = _render(tokenizer, [*asked, {"role": "assistant", "content": _PROBE}]).rpartition(_PROBE)
+    return served, finished.rpartition(_PROBE)[2]
 
 
-def _end_of_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], after: str) -> tuple[str, int]:
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, after: str) -> tuple[str, int]:
     """Text between an answer and its end-of-turn token, and the token's id: the first special token the template writes after an answer.
 
     Templates that close no turn (the next header closes it, or nothing does): the tokenizer's end-of-sequence token.
     """
     special = special_ids(tokenizer)
-    for i, token in enumerate(ids := _encode(tokenizer, after)):
-        if token in special:
-            return tokenizer.decode(ids[:i]), token
-    eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
+    for token_id in _encode(tokenizer, after):
+        if token_id in special:
+            return after.partition(str(tokenizer.convert_ids_to_tokens(token_id)))[0], token_id
+    eos = tokenizer.eos_token_id
+    if not isinstance(eos, int):
         raise ConversationError("no end-of-turn token", "the template closes no assistant turn and the tokenizer names no eos_token")
-    return "", int(eos)
+    return "", eos
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that no ordinary text encodes to: special and added tokens."""
-    ids = set(getattr(tokenizer, "all_special_ids", ()) or ())
-    ids.update(getattr(tokenizer, "added_tokens_decoder", {}) or {})
-    return frozenset(int(i) for i in ids)
+    return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
 
 
-def _encode_after(tokenizer: Any, prompt: str, prompt_tokens: list[int], text: str, where: str) -> list[int]:
+def _encode_after(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, where: str) -> list[int]:
     """Ids of `text` as a model would write them after the prompt.
 
     Encoding both together is right when the prompt's ids survive. Where tokens merge across the border, `text` is encoded alone, or behind
@@ -199,12 +184,13 @@ def _encode_after(tokenizer: Any, prompt: str, prompt_tokens: list[int], text: s
     """
     if not text:
         return []
+    prompt_tokens = _encode(tokenizer, prompt)
     together = _encode(tokenizer, prompt + text)
     if together[: len(prompt_tokens)] == prompt_tokens:
         return together[len(prompt_tokens) :]
     whole = tokenizer.decode(together)
-    anchor = _encode(tokenizer, "\n")
-    for alone in (_encode(tokenizer, text), _encode(tokenizer, "\n" + text)[len(anchor) :]):
+    line_break = _encode(tokenizer, "\n")
+    for alone in (_encode(tokenizer, text), _encode(tokenizer, "\n" + text)[len(line_break) :]):
         if tokenizer.decode(prompt_tokens + alone) == whole:
             return alone
     raise ConversationError("tokens merge across the prompt's end", where)
@@ -217,26 +203,14 @@ def _from_first_user(conversation: Conversation) -> list[dict[str, Any]]:
     return [message for message in messages[:start] if message["role"] != "assistant"] + messages[start:]
 
 
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False) -> str:
+    if not tokenizer.chat_template:
+        raise DataError("the tokenizer has no chat template and conversations need one: use an instruct model, or set its chat_template")
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
-    except Exception as error:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConversationError("no chat template", "the tokenizer has none; name one, or use an instruct model") from error
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt))
+    except Exception as error:  # a template is a program: what it raises for messages it does not like is anybody's guess
         raise ConversationError("the template refuses the conversation", str(error)) from error
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _with_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None:
-        return ids
-    start = 0
-    while start + 1 < len(ids) and ids[start] == ids[start + 1] == bos:
-        start += 1
-    if ids[start : start + 1] != [bos] and list(tokenizer.encode("a"))[:1] == [bos]:
-        return [bos, *ids]
-    return ids[start:]
