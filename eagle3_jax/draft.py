@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle3_jax.attention import attend
-from eagle3_jax.cache import BlockKV, Cache, empty_cache
+from eagle3_jax.attention import attend, causal_mask
+from eagle3_jax.cache import BlockKV, Cache, append, empty_cache
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.params import VocabMap, param
@@ -51,6 +51,39 @@ class Eagle3Draft(nnx.Module):
         """An empty draft cache: slot i holds the pair (feature of token i, embedding of token i+1)."""
         c = self.config
         return empty_cache(1, batch, c.num_kv_heads, c.head_dim, slots, self.dtype)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Entering-block ids of the target features it reads."""
+        return self.config.taps
+
+    @property
+    def target_ids(self) -> jax.Array:
+        """int32 [U], the target id of each draft id."""
+        return self.d2t[...]
+
+    def extend(
+        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        """Appends the first `count` of T real pairs; returns (cache, logits float32 [B, U] and a [B, D] of each row's last one)."""
+        T = tokens_BT.shape[1]
+        positions = cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+        a, kv = forward(self, embed_VD, tokens_BT, fuse(self, features_BTA), positions, causal_mask(T), cache)
+        last = jnp.maximum(count_B - 1, 0)
+        a = jnp.take_along_axis(a, last[:, None, None], axis=1)[:, 0]
+        return append(cache, [kv], None, count_B), logits(self, a), a
+
+    def expand(
+        self, embed_VD: jax.Array, cache: Cache, tokens_BW: jax.Array, carry_BWD: jax.Array, mask_BWR: jax.Array, earlier: BlockKV | None
+    ) -> tuple[jax.Array, jax.Array, BlockKV]:
+        """Runs one level of W drafted nodes; returns (logits [B, W, U], a [B, W, D], K/V of all levels so far).
+
+        Every node of level i (from 0) stands at rotary position (pairs in the cache) + i.
+        """
+        level = 0 if earlier is None else earlier[0].shape[1] // tokens_BW.shape[1]
+        positions = jnp.broadcast_to(cache.lengths[:, None] + level, tokens_BW.shape)
+        a, kv = forward(self, embed_VD, tokens_BW, carry_BWD, positions, mask_BWR, cache, earlier)
+        return logits(self, a), a, kv
 
 
 def fuse(draft: Eagle3Draft, features_BTA: jax.Array) -> jax.Array:

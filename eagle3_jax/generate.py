@@ -1,0 +1,269 @@
+"""`generate`: checks the request, picks the compiled program of its shape bucket, makes one dispatch, reads the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.decode import DecodeConfig, DecodeState, Request, run
+from eagle3_jax.drafting import Draft
+from eagle3_jax.sampling import Sampling
+from eagle3_jax.target import Target
+from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.verify import RULES, Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What `generate` returns.
+
+    tokens: per row the new tokens, the first stop id included, nothing after it. finish_reasons: "stop" or "length" per row.
+    accept_lengths: per row and decode cycle the tokens kept (accepted drafts + 1, after the cut); the token sampled by the
+    prefill belongs to no cycle, so a row's sum is len(tokens) - 1.
+    trees: per row and cycle (tokens, parents) of the drafted tree, when recorded.
+    """
+
+    tokens: list[list[int]]
+    finish_reasons: list[str]
+    accept_lengths: list[list[int]]
+    trees: list[list[tuple[list[int], list[int]]]] | None = None
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens kept per cycle over all rows; 1.0 for plain decoding, and when no cycle ran."""
+        cycles = sum(len(row) for row in self.accept_lengths)
+        return sum(map(sum, self.accept_lengths)) / cycles if cycles else 1.0
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """The target gave NaN or infinite logits. `output` holds what every row had before that; other rows ran to their end."""
+
+    def __init__(self, where: dict[int, int], output: Output):
+        self.where, self.output = where, output
+        places = ", ".join(f"row {row} at position {position}" for row, position in where.items())
+        super().__init__(
+            f"the target's logits are not finite: {places}; check its weights and dtype (the error's `output` holds the other rows)"
+        )
+
+
+def generate(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int] = 256,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    seed: int | Sequence[int] = 0,
+    tree: Chain | Tree | None = None,
+    eos_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    *,
+    rule: Rule = "coupled",
+    coupled_draft: bool = True,
+    record_trees: bool = False,
+) -> Output:
+    """Decodes every prompt; with a draft faster, with `draft=None` plainly, and the same tokens either way.
+
+    prompts: token ids, any lengths >= 1. Every setting is a scalar or one value per row; a scalar seed s gives row i the seed s+i.
+    tree: what to draft per cycle; None picks a size that suits the backend. eos_token_ids: a list for all rows, a list of lists
+    (one per row), None for the target's own, [] for never.
+    rule: how drafts are verified (see `eagle3_jax.verify`); "rejection" is for chains. coupled_draft: rank candidates with the
+    noise that will decide (temperature > 0); it changes the speed, never the tokens.
+    max_new_tokens is clipped to the target's context.
+
+    Raises ValueError naming the argument and row for anything unusable, before any work; NonFiniteLogitsError when the target
+    breaks. Warns when the draft's logits are not finite: the text stays the target's, the speed is gone.
+    """
+    request, config = prepare(
+        target, draft, prompts, max_new_tokens, temperature, top_k, top_p, seed, tree, eos_token_ids, rule, coupled_draft, record_trees
+    )
+    return read(run(target, draft, request, config))
+
+
+def prepare(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: Any = 256,
+    temperature: Any = 0.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    seed: Any = 0,
+    tree: Chain | Tree | None = None,
+    eos_token_ids: Any = None,
+    rule: Rule = "coupled",
+    coupled_draft: bool = True,
+    record_trees: bool = False,
+) -> tuple[Request, DecodeConfig]:
+    """The checked arguments of the decode program: arrays padded to the bucket's shapes, and the program's key."""
+    c = target.config
+    rows = _check_prompts(prompts, c)
+    B = len(rows)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    wanted = _per_row("max_new_tokens", max_new_tokens, B, int, lambda v: v >= 0, "must be an int >= 0")
+    limits = np.minimum(np.array(wanted, np.int64), c.max_position - lengths).astype(np.int32)
+    temperatures = _per_row("temperature", temperature, B, float, lambda v: math.isfinite(v) and v >= 0, "must be a finite number >= 0")
+    top_ks = _per_row("top_k", top_k, B, int, lambda v: v >= 0, "must be an int >= 0 (0 is off)")
+    top_ps = _per_row("top_p", top_p, B, float, lambda v: 0 < v <= 1, "must lie in (0, 1] (1 is off)")
+    seeds = _seeds(seed, B)
+    stops = _stops(eos_token_ids, B, c)
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r} is unknown; one of {', '.join(RULES)}")
+    shape = _tree(tree, draft, rule)
+
+    max_new = bucket(int(limits.max()), 16)
+    config = DecodeConfig(
+        tree=shape,
+        slots=0,
+        max_new=max_new,
+        sampled=any(t > 0 for t in temperatures),
+        rule=rule,
+        coupled_draft=coupled_draft,
+        record=record_trees,
+    )
+    T = bucket(int(lengths.max()), 16)
+    # A walk of C tokens is written behind the last kept one whatever is accepted, so the cache must reach that far.
+    slots = -(-(T + max_new + config.steps) // 64) * 64
+    padded = np.zeros((B, T), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    width = max(1, max(len(ids) for ids in stops))
+    request = Request(
+        prompts=padded,
+        lengths=lengths,
+        limits=limits,
+        stops=np.array([list(ids) + [-1] * (width - len(ids)) for ids in stops], np.int32),
+        sampling=Sampling(
+            temperature=np.array(temperatures, np.float32),
+            top_k=np.array([min(k, 2**31 - 1) for k in top_ks], np.int32),
+            top_p=np.array(top_ps, np.float32),
+            seeds=np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32),
+        ),
+    )
+    return jax.tree.map(jax.numpy.asarray, request), dataclasses.replace(config, slots=slots)
+
+
+def read(state: DecodeState) -> Output:
+    """The program's result as lists; raises and warns as `generate` says."""
+    host = jax.device_get(
+        {
+            "out": state.out,
+            "n_out": state.n_out,
+            "accepted": state.accepted,
+            "cycles": state.cycles,
+            "stopped": state.stopped,
+            "bad": state.bad,
+            "dead": state.dead,
+            "trees": state.trees,
+        }
+    )
+    rows = range(len(host["n_out"]))
+    trees = None
+    if host["trees"] is not None:
+        tokens, parents = host["trees"]
+        trees = [[(tokens[i, b].tolist(), parents[i, b].tolist()) for i in range(host["cycles"][b])] for b in rows]
+    output = Output(
+        tokens=[host["out"][b, : host["n_out"][b]].tolist() for b in rows],
+        finish_reasons=["stop" if stopped else "length" for stopped in host["stopped"]],
+        accept_lengths=[host["accepted"][b, : host["cycles"][b]].tolist() for b in rows],
+        trees=trees,
+    )
+    broken = {b: int(host["bad"][b]) for b in rows if host["bad"][b] >= 0}
+    if broken:
+        raise NonFiniteLogitsError(broken, output)
+    dead = [b for b in rows if host["dead"][b]]
+    if dead:
+        warnings.warn(
+            f"the draft is dead: its logits are not finite (rows {dead}); the text is the target's, without speed-up", stacklevel=3
+        )
+    return output
+
+
+def default_tree(backend: str) -> Chain | Tree:
+    """A size that suits the backend: passes get dearer with every node on a CPU and hardly at all on an accelerator."""
+    return Chain(2) if backend == "cpu" else Tree(nodes=60, depth=8, width=10)
+
+
+def bucket(n: int, smallest: int) -> int:
+    """The least power of two >= n and >= smallest: shapes come in few sizes, so that programs are few."""
+    return max(smallest, 1 << max(0, n - 1).bit_length())
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], config: TargetConfig) -> list[list[int]]:
+    rows = [[int(t) for t in row] for row in prompts]
+    if not rows:
+        raise ValueError("prompts: no prompt given")
+    for i, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompts: row {i} is empty; a prompt needs at least one token")
+        wrong = next((t for t in row if not 0 <= t < config.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"prompts: row {i} holds id {wrong}, outside the target's vocabulary of {config.vocab_size}")
+        if len(row) >= config.max_position:
+            raise ValueError(
+                f"prompts: row {i} has {len(row)} tokens, which leaves no room for one more in the context of {config.max_position}"
+            )
+    return rows
+
+
+def _per_row(name: str, value: Any, batch: int, kind: type, valid: Any, rule: str) -> list[Any]:
+    many = isinstance(value, (list, tuple, np.ndarray))
+    values = list(value) if many else [value] * batch
+    if len(values) != batch:
+        raise ValueError(f"{name}: {len(values)} values for {batch} rows")
+    out = []
+    for i, v in enumerate(values):
+        try:
+            converted = kind(v)
+            good = not isinstance(v, bool) and converted == v and valid(converted)
+        except (TypeError, ValueError, OverflowError):
+            good, converted = False, None
+        if not good:
+            raise ValueError(f"{name}: {v!r}{f' (row {i})' if many else ''} {rule}")
+        out.append(converted)
+    return out
+
+
+def _seeds(seed: Any, batch: int) -> list[int]:
+    rule = "must be an int in 0 .. 2**64-1"
+    seeds = _per_row("seed", seed, batch, int, lambda v: 0 <= v < 2**64, rule)
+    return seeds if isinstance(seed, (list, tuple, np.ndarray)) else [(seeds[0] + i) % 2**64 for i in range(batch)]
+
+
+def _stops(eos: Any, batch: int, config: TargetConfig) -> list[tuple[int, ...]]:
+    if eos is None:
+        return [config.eos_token_ids] * batch
+    rows = list(eos)
+    if rows and isinstance(rows[0], (list, tuple, np.ndarray)):
+        if len(rows) != batch:
+            raise ValueError(f"eos_token_ids: {len(rows)} lists for {batch} rows")
+    else:
+        rows = [rows] * batch
+    stops = [tuple(int(t) for t in row) for row in rows]
+    for i, ids in enumerate(stops):
+        wrong = next((t for t in ids if not 0 <= t < config.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"eos_token_ids: id {wrong} (row {i}) is outside the target's vocabulary of {config.vocab_size}")
+    return stops
+
+
+def _tree(tree: Chain | Tree | None, draft: Draft | None, rule: Rule) -> Tree | None:
+    if tree is not None and not isinstance(tree, (Chain, Tree)):
+        raise ValueError(f"tree: {tree!r} is neither a Chain nor a Tree")
+    if draft is None:
+        return None
+    chosen = tree if tree is not None else default_tree(jax.default_backend())
+    shape = chosen.tree if isinstance(chosen, Chain) else chosen
+    candidates = draft.target_ids.shape[0]
+    if shape.width > candidates:
+        raise ValueError(f"tree: width {shape.width} exceeds the draft vocabulary of {candidates}")
+    if rule == "rejection" and shape.width != 1:
+        raise ValueError('tree: rule "rejection" is right only for chains, whose tokens are sampled from the draft; use Chain(n)')
+    return shape
