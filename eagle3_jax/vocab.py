@@ -1,11 +1,18 @@
-"""The draft vocabulary: the target's tokens that answers use most.
+"""The draft vocabulary: the target's tokens that answers use most, and the two maps between the vocabularies.
+
+In this package the map is always the absolute ids: int32 [U], ascending, entry u is the target id of draft id u. Checkpoint files hold
+offsets instead (`d2t`: target id minus draft id, all zeros for the identity) and membership (`t2d`: bool [V]).
 
 Source: paper section 3 (the head predicts a reduced vocabulary); official code `eagle/traineagle3/cnets.py`, `scandata`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -49,3 +56,70 @@ def coverage(counts: np.ndarray, kept: np.ndarray) -> float:
     """Share of the counted tokens [V] that the kept ids [U] cover, 0..1 (0 when nothing was counted)."""
     total = int(np.asarray(counts).sum())
     return float(np.asarray(counts)[np.asarray(kept)].sum() / total) if total else 0.0
+
+
+def to_offsets(kept: np.ndarray) -> np.ndarray:
+    """`d2t` as checkpoints hold it, int64 [U]: ids [0, 3, 5, 9] are offsets [0, 2, 3, 6]."""
+    return np.asarray(kept, np.int64) - np.arange(len(kept))
+
+
+def from_offsets(offsets: np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 [U], the absolute ids of a checkpoint's `d2t`. Raises ValueError when they leave the vocabulary or are not ascending."""
+    return check_vocab(np.asarray(offsets, np.int64) + np.arange(len(offsets)), vocab_size, "d2t (offsets)")
+
+
+def membership(kept: np.ndarray, vocab_size: int) -> np.ndarray:
+    """`t2d`, bool [V]: which target ids the draft can name."""
+    mask = np.zeros(vocab_size, bool)
+    mask[kept] = True
+    return mask
+
+
+def check_vocab(ids: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
+    """The ids as int32 [U]; ValueError unless they are integers, distinct, ascending and inside 0..V-1."""
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+        raise ValueError(f"{where}: expected a list of token ids, found {ids.dtype} {list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"{where}: target ids {ids.min()}..{ids.max()} leave the target's vocabulary of {vocab_size}")
+    if np.any(np.diff(ids.astype(np.int64)) <= 0):
+        raise ValueError(f"{where}: target ids must be distinct and ascending")
+    return ids.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftVocab:
+    """target_ids int32 [U] ascending, out of vocab_size (V); coverage: their share of the counted response tokens, of `seen` kinds."""
+
+    target_ids: np.ndarray
+    vocab_size: int
+    coverage: float
+    seen: int
+
+
+def save_vocab(path: str | Path, vocab: DraftVocab) -> None:
+    """Writes a JSON file: {"vocab_size", "coverage", "seen", "target_ids"}; absolute ids, never offsets. Complete or absent."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fields = {"vocab_size": vocab.vocab_size, "coverage": vocab.coverage, "seen": vocab.seen, "target_ids": vocab.target_ids.tolist()}
+    try:
+        temporary.write_text(json.dumps(fields), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_vocab(path: str | Path) -> DraftVocab:
+    """Reads a file of `save_vocab`. Raises ValueError naming the file and what is wrong with it."""
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        size = int(fields["vocab_size"])
+        ids = check_vocab(np.array(fields["target_ids"]), size, f"{path}: target_ids")
+        return DraftVocab(ids, size, float(fields["coverage"]), int(fields["seen"]))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a draft vocabulary file ({type(error).__name__}: {error})") from None

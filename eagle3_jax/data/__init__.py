@@ -1,15 +1,39 @@
-"""From raw conversations to training rows: read, mask, pack, order. Each file holds one of these steps."""
+"""From raw conversations to training rows: read, mask, keep on disk, pack, order. Each file holds one of these steps."""
 
-from eagle3_jax.data.conversations import Conversation, ConversationError, DataError, load_conversations, parse_record
+from eagle3_jax.data.bulk import Report, encode_all, mark_responses
+from eagle3_jax.data.conversations import Conversation, ConversationError, load_conversations, parse_record
+from eagle3_jax.data.order import Cursor, order, process_share
+from eagle3_jax.data.packing import Rows, fill_rows, pack_examples, plan_rows
+from eagle3_jax.data.prepare import draft_vocab, prepare, show
+from eagle3_jax.data.prepared import PreparedData, load_prepared, save_prepared
+from eagle3_jax.data.sources import PRESETS, DataError, read_records
 from eagle3_jax.data.template_masks import Example, encode_conversation, encode_turns
 
 __all__ = [
+    "PRESETS",
     "Conversation",
     "ConversationError",
+    "Cursor",
     "DataError",
     "Example",
+    "PreparedData",
+    "Report",
+    "Rows",
+    "draft_vocab",
+    "encode_all",
     "encode_conversation",
     "encode_turns",
+    "fill_rows",
     "load_conversations",
+    "load_prepared",
+    "mark_responses",
+    "order",
+    "pack_examples",
     "parse_record",
+    "plan_rows",
+    "prepare",
+    "process_share",
+    "read_records",
+    "save_prepared",
+    "show",
 ]

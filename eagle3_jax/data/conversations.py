@@ -13,11 +13,11 @@ They are used as they are; text that is decoded and encoded again does not alway
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from eagle3_jax.data.sources import DataError, read_records
 
 FORMATS = ("messages", "conversations", "prompt")
 
@@ -37,10 +37,6 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-
-
-class DataError(ValueError):
-    """Bad training data; the message names the file and line, or the key, and what to do."""
 
 
 class ConversationError(DataError):
@@ -89,31 +85,9 @@ def parse_record(record: Mapping[str, Any], format: str | None = None, where: st
     return Conversation(tuple(messages), _response_ids(record, where), where)
 
 
-def load_conversations(path: str | Path, format: str | None = None) -> list[Conversation]:
-    """All conversations of a JSONL file (plain or gzip). Raises DataError naming file and line for the first broken record."""
-    return [parse_record(record, format, where) for where, record in read_jsonl(path)]
-
-
-def read_jsonl(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yields ("file:line", value) for every non-empty line of a JSONL file, plain or gzip (told by its first bytes).
-
-    Raises DataError naming the file when it is missing or truncated, file and line when a line is not JSON.
-    """
-    path = Path(path)
-    try:
-        with path.open("rb") as head:
-            opener = gzip.open if head.read(2) == b"\x1f\x8b" else open
-        with opener(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        yield f"{path}:{number}", json.loads(line)
-                    except ValueError as error:
-                        raise DataError(f"{path}:{number}: not valid JSON ({error})") from None
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: the gzip file is damaged or truncated ({error})") from None
+def load_conversations(source: str | Path, format: str | None = None) -> list[Conversation]:
+    """All conversations of a file, a preset or a `datasets` name (see sources.py). Raises DataError naming the first broken record."""
+    return [parse_record(record, format, where) for where, record in read_records(source)]
 
 
 def _from_prompt(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eagle3_jax.data.conversations import Conversation, ConversationError, DataError
+from eagle3_jax.data.conversations import Conversation, ConversationError
+from eagle3_jax.data.sources import DataError
 from eagle3_jax.tokenizer import encode_plain
 
 if TYPE_CHECKING:
