@@ -127,6 +127,7 @@ class DraftConfig:
     """The EAGLE-3 head. `hidden_size` is the draft's own width, `target_hidden_size` sizes the fusion (A = taps · that).
 
     `taps` are entering-block ids: tap k is the residual stream that ENTERS target block k.
+    `target_num_layers` is the depth L of the target that the head was made for, where it is known.
     """
 
     vocab_size: int
@@ -141,6 +142,7 @@ class DraftConfig:
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
     max_position: int = 2048
+    target_num_layers: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -167,26 +169,60 @@ class DraftConfig:
                 "rms_norm_eps": target.rms_norm_eps,
                 "rope": target.rope,
                 "max_position": target.max_position,
+                "target_num_layers": target.num_layers,
                 **changes,
             }
         )
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], target: TargetConfig, where: str = "config") -> DraftConfig:
+    def from_hf(
+        cls, config: Mapping[str, Any], target: TargetConfig, where: str = "config", taps: tuple[int, ...] | None = None
+    ) -> DraftConfig:
         """Reads a head's `config.json` in the official dialect.
 
         The rotary base is the config's own, and 10000 without scaling where it names none (official inference).
-        Absent taps mean the official default for this target; present ones are entering-block ids (key `eagle_taps`).
+        Taps: those the config stores, else `taps`, else the official default for this target; see `stored_taps`.
         """
         widths = _widths(config, where)
+        stored = stored_taps(config, target, where, taps)
+        if stored is not None and taps is not None and stored != tuple(taps):
+            raise ConfigError(f"{where}: the head was made with taps {stored}, asked for {tuple(taps)}")
+        chosen = stored or taps or default_taps(target.num_layers)
         return cls(
             draft_vocab_size=int(config.get("draft_vocab_size") or widths["vocab_size"]),
             target_hidden_size=int(config.get("target_hidden_size") or widths["hidden_size"]),
-            taps=tuple(int(k) for k in config["eagle_taps"]) if config.get("eagle_taps") else default_taps(target.num_layers),
+            taps=check_taps(tuple(chosen), target),
             rope=RopeConfig.from_hf(config, where),
             max_position=int(config.get("max_position_embeddings", 2048)),
+            target_num_layers=int(config.get("target_num_hidden_layers") or target.num_layers),
             **widths,
         )
+
+
+def stored_taps(
+    config: Mapping[str, Any], target: TargetConfig, where: str, expected: tuple[int, ...] | None = None
+) -> tuple[int, ...] | None:
+    """The entering-block ids that a head's config stores, or None.
+
+    `eagle_taps` means what it says. `eagle_aux_hidden_state_layer_ids` (top level or inside `eagle_config`) is written by some trainers
+    as entering-block ids and by others as output-of-block ids, one lower; it is taken only where both readings are settled: by
+    `eagle_taps` or `expected`, or because the ids are the default of either convention. Raises ConfigError otherwise, rather than guess.
+    """
+    own = config.get("eagle_taps")
+    nested = config.get("eagle_config")
+    known = own if own else expected
+    for ids in (config.get("eagle_aux_hidden_state_layer_ids"), (nested or {}).get("eagle_aux_hidden_state_layer_ids")):
+        if not ids:
+            continue
+        candidates = (tuple(int(k) for k in ids), tuple(int(k) + 1 for k in ids))
+        settled = tuple(int(k) for k in known) if known else default_taps(target.num_layers)
+        if settled not in candidates:
+            raise ConfigError(
+                f"{where}: eagle_aux_hidden_state_layer_ids {candidates[0]} fits neither taps {settled} nor the ids one lower, "
+                "and does not say whether a block's input or its output is meant; name the taps (entering-block ids) when loading"
+            )
+        own = settled
+    return tuple(int(k) for k in own) if own else None
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:

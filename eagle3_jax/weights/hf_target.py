@@ -1,0 +1,85 @@
+"""Targets in Hugging Face folders (LlamaForCausalLM): config.json, generation_config.json, the tokenizer's files, safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax.config import ConfigError, TargetConfig, read_json, token_ids
+from eagle3_jax.target import Target
+from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
+from eagle3_jax.weights.tensor_files import TensorFiles
+
+NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+ATTENTION = {"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "o"}
+MLP = {"mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down"}
+# Old checkpoints carry the rotary frequencies, which the configuration determines.
+ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
+
+
+def hf_rows(config: TargetConfig) -> list[Row]:
+    """The table of LlamaForCausalLM."""
+    rows = [Row("model.embed_tokens.weight", "embed"), Row("model.norm.weight", "norm")]
+    if not config.tie_embeddings:
+        rows.append(Row("lm_head.weight", "head", transpose=True))
+    for i in range(config.num_layers):
+        rows += [Row(f"model.layers.{i}.{key}.weight", f"blocks.{i}.{path}") for key, path in NORMS.items()]
+        for names, bias in ((ATTENTION, config.attention_bias), (MLP, config.mlp_bias)):
+            rows += [Row(f"model.layers.{i}.{key}.weight", f"blocks.{i}.{path}", transpose=True) for key, path in names.items()]
+            rows += [Row(f"model.layers.{i}.{key}.bias", f"blocks.{i}.{path}_bias") for key, path in names.items() if bias]
+    return rows
+
+
+def hf_config(folder: Path) -> TargetConfig:
+    """The target's shape; its stop ids are the union of config.json, generation_config.json and the tokenizer's files."""
+    path = folder / "config.json"
+    raw = read_json(path)
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{path}: quantization_config is not supported; use an unquantised checkpoint or a GGUF file")
+    if float(raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError(f"{path}: partial_rotary_factor {raw['partial_rotary_factor']} is not supported (supported: 1)")
+    config = TargetConfig.from_hf(raw, str(path))
+    generation = folder / "generation_config.json"
+    stops = set(config.eos_token_ids) | set(tokenizer_eos(folder))
+    if generation.is_file():
+        stops |= set(token_ids(read_json(generation).get("eos_token_id")))
+    return dataclasses.replace(config, eos_token_ids=tuple(sorted(stops)))
+
+
+def tokenizer_eos(folder: Path) -> tuple[int, ...]:
+    """The id of the tokenizer's eos_token, looked up in its files without building it; empty where they do not tell."""
+    settings = [read_json(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json") if (folder / name).is_file()]
+    token = next((s["eos_token"] for s in settings if s.get("eos_token")), None)
+    content = token.get("content") if isinstance(token, dict) else token
+    if content is None:
+        return ()
+    for setting in settings:
+        for token_id, added in setting.get("added_tokens_decoder", {}).items():
+            if added.get("content") == content:
+                return (int(token_id),)
+    if not (folder / "tokenizer.json").is_file():
+        return ()
+    tokenizer = read_json(folder / "tokenizer.json")
+    for added in tokenizer.get("added_tokens", []):
+        if added.get("content") == content:
+            return (int(added["id"]),)
+    vocab: Any = tokenizer.get("model", {}).get("vocab")
+    return (int(vocab[content]),) if isinstance(vocab, dict) and content in vocab else ()
+
+
+def load_hf_target(folder: Path, dtype: np.dtype) -> Target:
+    """A filled target from a Hugging Face folder, in `dtype`. Raises ConfigError or WeightsError naming file and key."""
+    config = hf_config(folder)
+    files = TensorFiles(folder)
+    rows = hf_rows(config)
+    tied_copy = config.tie_embeddings and "lm_head.weight" in files.files
+    check_keys(rows, files.files, str(folder), ignore=lambda key: bool(ROTARY_BUFFER.fullmatch(key)) or (tied_copy and key == "lm_head.weight"))
+    if tied_copy and not np.array_equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
+        raise WeightsError(
+            f"{files.where('lm_head.weight')}: tensor 'lm_head.weight' differs from the embedding, but config.json says tie_word_embeddings"
+        )
+    return read_rows(Target(config), rows, files.read, dtype, files.where)

@@ -1,0 +1,96 @@
+"""Tiny random LLaMA checkpoints, made alike by the tests and by `make_reference.py` (numpy and safetensors only, no JAX, no torch)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 10000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Head width 16 with D 48 and four heads: a reader that computes D / N is wrong in every one but the last.
+CASES: dict[str, dict[str, Any]] = {
+    "biases_one_kv_head_tied": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama3_two_kv_heads": {"rope_theta": None, "rope_parameters": {"rope_theta": 5000.0, **LLAMA3}},
+    "linear_old_spelling": {"rope_scaling": {"type": "linear", "factor": 4.0}, "num_key_value_heads": 4},
+    "no_head_dim": {"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
+}
+
+
+def config_of(case: str) -> dict[str, Any]:
+    """The `config.json` of one case."""
+    return {key: value for key, value in (BASE | CASES[case]).items() if value is not None}
+
+
+def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 tensors by Hugging Face name; norms lie around one, biases and weights around zero."""
+    D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    N, K = config["num_attention_heads"], config["num_key_value_heads"]
+    H = config.get("head_dim") or D // N
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (V, D)
+    projections = {
+        "self_attn.q_proj": (N * H, D),
+        "self_attn.k_proj": (K * H, D),
+        "self_attn.v_proj": (K * H, D),
+        "self_attn.o_proj": (D, N * H),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        for name, shape in projections.items():
+            shapes[f"{layer}.{name}.weight"] = shape
+            if config["attention_bias" if name.startswith("self_attn") else "mlp_bias"]:
+                shapes[f"{layer}.{name}.bias"] = shape[:1]
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        uniform = random.random(shape) * 2 - 1
+        scale = 2.0 / np.sqrt(shape[-1]) if len(shape) == 2 else 0.5
+        tensors[name] = (uniform * scale + ("norm" in name)).astype(np.float32)
+    return tensors
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    """A Hugging Face folder: config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def tokens_of(config: dict[str, Any], length: int = 40) -> np.ndarray:
+    """int64 [length] token ids that visit the vocabulary."""
+    return (np.arange(length) * 37 + 5) % config["vocab_size"]
