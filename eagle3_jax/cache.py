@@ -41,14 +41,19 @@ def empty_cache(num_layers: int, batch: int, num_kv_heads: int, head_dim: int, s
 def append(cache: Cache, new: list[BlockKV], rows_BC: jax.Array | None, count_B: jax.Array) -> Cache:
     """Writes rows `rows_BC` (None: all rows in order) of the pass's K/V behind each row's valid slots; `count_B` of them become valid.
 
-    C slots are written whatever the count: those beyond it are never read, and are overwritten by the next append.
+    C slots are written whatever the count: those beyond it become zeros (a NaN there would survive its zero weight in the
+    attention), are never read, and are overwritten by the next append. A count that comes out of the pass's own logits also
+    orders this write behind every read of the old cache: without that, XLA copies the whole cache first.
     The caller guarantees lengths + C <= slots: XLA would clamp the start and overwrite kept rows without a word.
     """
+    C = new[0][0].shape[1] if rows_BC is None else rows_BC.shape[1]
+    counted = (jnp.arange(C, dtype=jnp.int32)[None] < count_B[:, None])[:, :, None, None]
     ks, vs = [], []
     for k_cache, v_cache, (k, v) in zip(cache.k, cache.v, new, strict=True):
         if rows_BC is not None:
             k = jnp.take_along_axis(k, rows_BC[:, :, None, None], axis=1)
             v = jnp.take_along_axis(v, rows_BC[:, :, None, None], axis=1)
+        k, v = jnp.where(counted, k, 0), jnp.where(counted, v, 0)
         ks.append(_write(k_cache, k.transpose(0, 2, 3, 1), cache.lengths, axis=2))
         vs.append(_write(v_cache, v.transpose(0, 2, 1, 3), cache.lengths, axis=1))
     return Cache(tuple(ks), tuple(vs), cache.lengths + count_B)
