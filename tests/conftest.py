@@ -8,6 +8,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.target import Target
+from eagle3_jax.weights import load_draft, load_target
+
 # Before the first array: the CPU unless the caller names another backend, and enough virtual devices for a small mesh.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -31,3 +35,15 @@ def shared_data() -> Path:
     if not (root / "data").is_dir():
         pytest.skip(f"no folder {root / 'data'} (set EAGLE3_SHARED to the folder that holds it)")
     return root / "data"
+
+
+@pytest.fixture(scope="session")
+def golden_target(golden: Path) -> Target:
+    """The tiny target of tests/golden in float32."""
+    return load_target(golden / "target")
+
+
+@pytest.fixture(scope="session")
+def golden_draft(golden: Path, golden_target: Target) -> Eagle3Draft:
+    """The tiny head of tests/golden in float32."""
+    return load_draft(golden / "head", golden_target)
