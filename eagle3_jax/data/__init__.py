@@ -1,7 +1,7 @@
 """From raw conversations to training rows: read, mask, keep on disk, pack, order. Each file holds one of these steps."""
 
-from eagle3_jax.data.bulk import Report, encode_all, mark_responses
-from eagle3_jax.data.conversations import Conversation, ConversationError, load_conversations, parse_record
+from eagle3_jax.data.bulk import BRACKETS, GREEN, Report, encode_all, mark_responses
+from eagle3_jax.data.conversations import FORMATS, Conversation, ConversationError, load_conversations, parse_record
 from eagle3_jax.data.order import Cursor, order, process_share
 from eagle3_jax.data.packing import Rows, fill_rows, pack_examples, plan_rows
 from eagle3_jax.data.prepare import draft_vocab, prepare, show
@@ -10,6 +10,9 @@ from eagle3_jax.data.sources import PRESETS, DataError, read_records
 from eagle3_jax.data.template_masks import Example, encode_conversation, encode_turns
 
 __all__ = [
+    "BRACKETS",
+    "FORMATS",
+    "GREEN",
     "PRESETS",
     "Conversation",
     "ConversationError",

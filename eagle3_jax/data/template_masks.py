@@ -60,8 +60,8 @@ class _Turn:
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, last_turn_only: bool = False) -> Example:
     """The conversation as ONE example.
 
-    Raises ConversationError when there is no assistant turn, when every token or no token is a response, or when the template rewrites
-    history so that one sequence cannot hold all turns (use `encode_turns`, or `last_turn_only`).
+    Raises ConversationError when there is no assistant turn (nothing would be supervised), when everything would be, or when the template
+    rewrites history so that one sequence cannot hold all turns (use `encode_turns`, or `last_turn_only`).
     """
     examples = encode_turns(tokenizer, conversation, last_turn_only=last_turn_only)
     if len(examples) > 1:
@@ -102,9 +102,8 @@ def _join(turns: list[_Turn], where: str) -> Example:
     response = np.zeros(len(ids), np.int32)
     for r, turn in enumerate(turns, 1):
         response[len(turn.prompt) : len(turn.prompt) + turn.length] = r
-    if not response.any() or response.all():
-        share = "no" if not response.any() else "every"
-        raise ConversationError(f"{share} token is a response", f"{where}: the chat template gives no usable mask")
+    if response.all():
+        raise ConversationError("every token is a response", f"{where}: the chat template writes no prompt before the answer")
     return Example(ids, response)
 
 
@@ -115,6 +114,8 @@ def _encode_turn(
     prompt_text = _render(tokenizer, messages[:-1], generation_prompt=True)
     prompt = encode_plain(tokenizer, prompt_text)
     if exact is not None:
+        if max(exact) >= len(tokenizer):
+            raise ConversationError("response_ids leave the vocabulary", f"{where}: id {max(exact)}, the tokenizer has {len(tokenizer)}")
         return _Turn(prompt, list(exact), len(exact))
     text, end = _answer_text(tokenizer, messages, prompt_text, where)
     answer = [*_encode_after(tokenizer, prompt_text, text, where), end]
