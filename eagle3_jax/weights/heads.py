@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig, TargetConfig, read_json
@@ -43,7 +42,7 @@ DIALECTS: dict[str, tuple[Row, ...]] = {"official": OFFICIAL}
 MAPS = ("d2t", "t2d")
 # Switches of later EAGLE-3 variants that change what the head computes: refused, not ignored.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "speculators_model_type")
-STORED_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+STORED_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16), "float16": np.dtype(np.float16)}
 
 
 def load_head(
@@ -70,7 +69,7 @@ def load_head(
     if config.draft_vocab_size < config.vocab_size and len(maps) < len(MAPS):
         absent = next(key for key in MAPS if key not in maps)
         raise WeightsError(
-            f"{folder}: tensor {absent!r} is missing; a vocabulary reduced to {config.draft_vocab_size} of {config.vocab_size} needs its map"
+            f"{folder}: tensor {absent!r} is missing; a draft vocabulary of {config.draft_vocab_size} in {config.vocab_size} needs its map"
         )
     check_keys(rows, files.files, str(folder), ignore=lambda key: key in MAPS)
     d2t = read_vocab_map({key: files.read(key) for key in maps}, config, str(folder))
@@ -131,7 +130,7 @@ def read_vocab_map(maps: Mapping[str, np.ndarray], config: DraftConfig, where: s
         if mask.shape != (V,) or mask.dtype.kind not in "biu":
             raise WeightsError(f"{where}: tensor 't2d' is {mask.dtype} {list(mask.shape)}, expected bool [{V}]")
         if not np.array_equal(np.flatnonzero(mask), ids):
-            raise WeightsError(f"{where}: tensors 't2d' and 'd2t' disagree: they keep {np.count_nonzero(mask)} and {U} ids, not the same ones")
+            raise WeightsError(f"{where}: tensors 't2d' and 'd2t' disagree: {np.count_nonzero(mask)} and {U} ids, not the same ones")
     return ids.astype(np.int32)
 
 

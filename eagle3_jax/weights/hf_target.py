@@ -40,8 +40,9 @@ def hf_config(folder: Path) -> TargetConfig:
     raw = read_json(path)
     if raw.get("quantization_config"):
         raise ConfigError(f"{path}: quantization_config is not supported; use an unquantised checkpoint or a GGUF file")
-    if float(raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError(f"{path}: partial_rotary_factor {raw['partial_rotary_factor']} is not supported (supported: 1)")
+    partial = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0
+    if float(partial) != 1.0:
+        raise ConfigError(f"{path}: partial_rotary_factor {partial} is not supported (supported: 1)")
     config = TargetConfig.from_hf(raw, str(path))
     generation = folder / "generation_config.json"
     stops = set(config.eos_token_ids) | set(tokenizer_eos(folder))
@@ -76,9 +77,10 @@ def load_hf_target(folder: Path, dtype: np.dtype) -> Target:
     config = hf_config(folder)
     files = TensorFiles(folder)
     rows = hf_rows(config)
-    tied_copy = config.tie_embeddings and "lm_head.weight" in files.files
-    check_keys(rows, files.files, str(folder), ignore=lambda key: bool(ROTARY_BUFFER.fullmatch(key)) or (tied_copy and key == "lm_head.weight"))
-    if tied_copy and not np.array_equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
+    # Many tied checkpoints store the head again.
+    copies = {"lm_head.weight"} & files.files.keys() if config.tie_embeddings else set()
+    check_keys(rows, files.files, str(folder), ignore=lambda key: key in copies or ROTARY_BUFFER.fullmatch(key) is not None)
+    if copies and not np.array_equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
         raise WeightsError(
             f"{files.where('lm_head.weight')}: tensor 'lm_head.weight' differs from the embedding, but config.json says tie_word_embeddings"
         )

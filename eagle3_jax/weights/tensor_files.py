@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import read_json
@@ -40,14 +40,14 @@ class TensorFiles:
         return str(self.files[key])
 
     def read(self, key: str) -> np.ndarray:
-        """One tensor as a fresh numpy array of its stored dtype (bfloat16 from ml_dtypes)."""
+        """One tensor as a fresh numpy array of its stored dtype (bfloat16 included)."""
         path = self.files[key]
         file = self._handle(path)
         stored = file.get_slice(key).get_dtype()
         if stored not in STORED:
             raise WeightsError(f"{path}: tensor {key!r} has dtype {stored}, which is not supported")
         array = file.get_tensor(key)
-        return array.view(ml_dtypes.bfloat16) if stored == "BF16" and array.dtype != ml_dtypes.bfloat16 else array
+        return array.view(jnp.bfloat16) if stored == "BF16" else array
 
     def _from_index(self, index: Path) -> dict[str, Path]:
         weight_map = read_json(index).get("weight_map")
