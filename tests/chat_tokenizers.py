@@ -77,6 +77,15 @@ TWO_ENDS = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 
+TWO_TURNS_RECORD = {
+    "messages": [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "the answer is one"},
+        {"role": "user", "content": "and two?"},
+        {"role": "assistant", "content": "two, yes"},
+    ]
+}
+
 
 def byte_tokenizer(
     template: str | None,

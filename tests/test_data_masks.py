@@ -5,7 +5,7 @@ from __future__ import annotations
 import chat_tokenizers
 import numpy as np
 import pytest
-from chat_tokenizers import FAMILIES, byte_tokenizer, chatml
+from chat_tokenizers import FAMILIES, TWO_TURNS_RECORD, byte_tokenizer, chatml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +43,7 @@ def check_served(tokenizer, conversation) -> list[str]:
 
 
 # Per family: the texts of the two answers, and how many sequences the conversation needs.
-TWO_TURNS = chat("hello there", "the answer is one", "and two?", "two, yes")
+TWO_TURNS = parse_record(TWO_TURNS_RECORD)
 EXPECTED = {
     "chatml": (["the answer is one<|im_end|>", "two, yes<|im_end|>"], 1),
     "trimming": (["the answer is one<|im_end|>", "two, yes<|im_end|>"], 1),
