@@ -31,6 +31,8 @@ BUILTIN_MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
+# Trained heads that travel with the package.
+HEADS = Path(__file__).parent.parent / "heads"
 
 
 def cache_folder() -> Path:
@@ -83,7 +85,7 @@ def _check(path: Path, expected: str) -> None:
 
 def builtin_head(name: str) -> Path:
     """The folder of a head that comes with the package. Raises WeightsError when this installation has none."""
-    folder = Path(__file__).parent.parent / "heads" / name
+    folder = HEADS / name
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder}: the built-in head {name!r} is not part of this installation; pass the folder of a trained head")
     return folder

@@ -186,9 +186,6 @@ def head_tensors(draft: Eagle3Draft, dtype: np.dtype) -> dict[str, np.ndarray]:
     maps = {"d2t": ids - np.arange(config.draft_vocab_size), "t2d": mask}
     read_vocab_map(maps, config, "the head's d2t")  # What would not load again must not be written.
     tensors = write_rows(draft, DIALECTS["official"], dtype)
-    for key, array in tensors.items():
-        if not np.isfinite(array.astype(np.float32)).all():
-            raise WeightsError(f"tensor {key!r} is not finite in {dtype.name}: not saved")
     return tensors | (maps if config.draft_vocab_size < config.vocab_size else {})
 
 

@@ -77,12 +77,16 @@ def read_rows(
 
 
 def write_rows(module: nnx.Module, rows: Iterable[Row], dtype: np.dtype) -> dict[str, np.ndarray]:
-    """The file's tensors by key, in `dtype`: the inverse of `read_rows`."""
+    """The file's tensors by key, in `dtype`: the inverse of `read_rows`. Raises WeightsError for one that is not finite in `dtype`."""
     values = {path: variable.get_value() for path, variable in named_variables(module)}
     tensors = {}
     for row in rows:
         array = np.asarray(values[row.path])
-        tensors[row.key] = np.array(array.T if row.transpose else array, dtype=dtype, order="C")
+        with np.errstate(over="ignore"):
+            stored = np.array(array.T if row.transpose else array, dtype=dtype, order="C")
+        if not np.isfinite(stored.astype(np.float32)).all():
+            raise WeightsError(f"tensor {row.key!r} is not finite in {dtype.name}: not saved")
+        tensors[row.key] = stored
     return tensors
 
 
