@@ -1,7 +1,6 @@
-"""The draft vocabulary: the target's tokens that answers use most, and the two maps between the vocabularies.
+"""The draft vocabulary: the target's tokens that answers use most.
 
-In this package the map is always the absolute ids: int32 [U], ascending, entry u is the target id of draft id u. Checkpoint files hold
-offsets instead (`d2t`: target id minus draft id, all zeros for the identity) and membership (`t2d`: bool [V]).
+It is always held as absolute ids: int32 [U], ascending, entry u is the target id of draft id u. Only checkpoint files hold offsets.
 
 Source: paper section 3 (the head predicts a reduced vocabulary); official code `eagle/traineagle3/cnets.py`, `scandata`.
 """
@@ -56,23 +55,6 @@ def coverage(counts: np.ndarray, kept: np.ndarray) -> float:
     """Share of the counted tokens [V] that the kept ids [U] cover, 0..1 (0 when nothing was counted)."""
     total = int(np.asarray(counts).sum())
     return float(np.asarray(counts)[np.asarray(kept)].sum() / total) if total else 0.0
-
-
-def to_offsets(kept: np.ndarray) -> np.ndarray:
-    """`d2t` as checkpoints hold it, int64 [U]: ids [0, 3, 5, 9] are offsets [0, 2, 3, 6]."""
-    return np.asarray(kept, np.int64) - np.arange(len(kept))
-
-
-def from_offsets(offsets: np.ndarray, vocab_size: int) -> np.ndarray:
-    """int32 [U], the absolute ids of a checkpoint's `d2t`. Raises ValueError when they leave the vocabulary or are not ascending."""
-    return check_vocab(np.asarray(offsets, np.int64) + np.arange(len(offsets)), vocab_size, "d2t (offsets)")
-
-
-def membership(kept: np.ndarray, vocab_size: int) -> np.ndarray:
-    """`t2d`, bool [V]: which target ids the draft can name."""
-    mask = np.zeros(vocab_size, bool)
-    mask[kept] = True
-    return mask
 
 
 def check_vocab(ids: np.ndarray, vocab_size: int, where: str) -> np.ndarray:

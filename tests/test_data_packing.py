@@ -8,7 +8,7 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.data import Cursor, Example, encode_conversation, fill_rows, order, pack_examples, parse_record, plan_rows, process_share
+from eagle3_jax.data import Example, Stream, encode_conversation, fill_rows, order, pack_examples, parse_record, plan_rows, process_share
 
 
 def numbered(lengths: list[int]) -> list[Example]:
@@ -86,21 +86,21 @@ def test_order_depends_on_seed_and_epoch_and_nothing_else():
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 30), min_size=1, max_size=6))
-def test_cursor_resumes_exactly(n, counts):
+def test_stream_resumes_exactly(n, counts):
     """Any split of the stream gives the same stream, and each epoch holds every item once."""
-    cursor, pieces = Cursor(3), []
+    stream, pieces = Stream(3), []
     for count in counts:
-        indices, cursor = cursor.take(n, count)
-        cursor = Cursor(cursor.seed, cursor.position)  # as read back from a checkpoint
+        indices, stream = stream.take(n, count)
+        stream = Stream(stream.seed, stream.position)  # as read back from a checkpoint
         pieces.append(indices)
-    whole, _ = Cursor(3).take(n, sum(counts))
+    whole, _ = Stream(3).take(n, sum(counts))
     assert np.concatenate(pieces).tolist() == whole.tolist()
     for epoch in range(len(whole) // n):
         assert whole[epoch * n : (epoch + 1) * n].tolist() == order(3, epoch, n).tolist()
 
 
-def test_cursor_refuses_nonsense():
+def test_stream_refuses_nonsense():
     with pytest.raises(ValueError, match="cannot take"):
-        Cursor(0).take(0, 1)
+        Stream(0).take(0, 1)
     with pytest.raises(ValueError, match="cannot take"):
-        Cursor(0).take(3, -1)
+        Stream(0).take(3, -1)

@@ -1,4 +1,4 @@
-"""The draft vocabulary and its maps."""
+"""The draft vocabulary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from eagle3_jax.vocab import (
     check_vocab,
     count_tokens,
     coverage,
-    from_offsets,
     load_vocab,
-    membership,
     save_vocab,
     select_vocab,
-    to_offsets,
 )
 
 
@@ -52,23 +49,6 @@ def test_most_frequent_with_ties_to_the_lowest_id():
         select_vocab(np.zeros(7, int), 3)
 
 
-def test_offsets_are_not_ids():
-    """Kept [0, 3, 5, 9] is d2t [0, 2, 3, 6]; reading one as the other is an error where it can be told."""
-    kept = np.array([0, 3, 5, 9], np.int32)
-    assert to_offsets(kept).tolist() == [0, 2, 3, 6]
-    assert to_offsets(kept).dtype == np.int64
-    assert from_offsets(to_offsets(kept), 10).tolist() == kept.tolist()
-    assert from_offsets(np.zeros(4, np.int64), 4).tolist() == [0, 1, 2, 3]
-    assert np.flatnonzero(membership(kept, 10)).tolist() == kept.tolist()
-    assert membership(kept, 10).shape == (10,)
-    with pytest.raises(ValueError, match=r"0\.\.12 leave the target's vocabulary of 10"):
-        from_offsets(kept, 10)
-    with pytest.raises(ValueError, match="leave"):
-        from_offsets(np.array([-1, 0]), 10)
-    with pytest.raises(ValueError, match="ascending"):
-        from_offsets(np.array([5, 4, 3]), 10)
-
-
 def test_check_vocab():
     assert check_vocab(np.array([1, 2], np.int64), 3, "x").dtype == np.int32
     for bad in ([], [[1, 2]], [0.5, 1.0]):
@@ -83,6 +63,7 @@ def test_file_round_trip(tmp_path):
     assert loaded.target_ids.tolist() == [1, 4, 5]
     assert (loaded.vocab_size, loaded.coverage, loaded.seen) == (7, 0.75, 6)
     assert [p.name for p in tmp_path.iterdir()] == ["vocab.json"]
+    assert json.loads(path.read_text())["target_ids"] == [1, 4, 5]  # ids as they are, not offsets
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from eagle3_jax.data.bulk import BRACKETS, GREEN, Report, encode_all, mark_responses
 from eagle3_jax.data.conversations import FORMATS, Conversation, ConversationError, load_conversations, parse_record
-from eagle3_jax.data.order import Cursor, order, process_share
+from eagle3_jax.data.order import Stream, order, process_share
 from eagle3_jax.data.pipeline import draft_vocab, prepare, show
 from eagle3_jax.data.prepared import PreparedData, load_prepared, save_prepared
 from eagle3_jax.data.rows import Rows, fill_rows, pack_examples, plan_rows
@@ -16,12 +16,12 @@ __all__ = [
     "PRESETS",
     "Conversation",
     "ConversationError",
-    "Cursor",
     "DataError",
     "Example",
     "PreparedData",
     "Report",
     "Rows",
+    "Stream",
     "draft_vocab",
     "encode_all",
     "encode_conversation",

@@ -37,13 +37,13 @@ def process_share(indices: np.ndarray, process: int, count: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cursor:
+class Stream:
     """A place in the endless stream of epochs: items handed out so far, over all processes. Two integers are all there is to save."""
 
     seed: int
     position: int = 0
 
-    def take(self, n: int, count: int) -> tuple[np.ndarray, Cursor]:
+    def take(self, n: int, count: int) -> tuple[np.ndarray, Stream]:
         """The next `count` indices into n items, int64 [count], and the cursor behind them. Goes on into the next epoch when one ends."""
         if n < 1 or count < 0:
             raise ValueError(f"cannot take {count} of {n} items")
@@ -53,4 +53,4 @@ class Cursor:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             indices[here] = order(self.seed, int(epoch), n)[places[here]]
-        return indices, Cursor(self.seed, self.position + count)
+        return indices, Stream(self.seed, self.position + count)
