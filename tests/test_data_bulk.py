@@ -130,6 +130,9 @@ def test_damaged_prepared_data_is_named(tmp_path):
     (folder / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="format 99"):
         load_prepared(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match=r"manifest\.json: not valid JSON"):
+        load_prepared(folder)
     with pytest.raises(DataError, match="not prepared data"):
         load_prepared(tmp_path / "absent")
 

@@ -6,8 +6,9 @@ import chat_tokenizers
 import numpy as np
 import pytest
 from chat_tokenizers import FAMILIES, TWO_TURNS_RECORD, byte_tokenizer, chatml
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from eagle3_jax.data import Conversation, ConversationError, DataError, encode_conversation, encode_turns, parse_record
 from eagle3_jax.tokenizer import chat_ids
@@ -146,6 +147,28 @@ def test_tokens_do_not_merge_across_the_prompts_end():
     assert check_served(tokenizer, chat("hello", "\n\nlate", "and", "\n")) == ["\n\nlate<|im_end|>", "\n<|im_end|>"]
 
 
+RUN_ON = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+
+
+def test_merging_where_a_space_is_put_in_front():
+    """'the t' + 'he' would be two words 'the'; a server's prompt ends in 't', and the answer is 'he', not ' he'."""
+    tokenizer = chat_tokenizers.space_tokenizer(RUN_ON)
+    together = tokenizer.encode("the the", add_special_tokens=False)
+    prompt = tokenizer.encode("the t", add_special_tokens=False)
+    assert together[: len(prompt)] != prompt
+    example = encode_conversation(tokenizer, chat("the t", "he"))
+    assert "".join(tokenizer.convert_ids_to_tokens(example.ids[example.response == 1].tolist())) == "he</s>"
+    assert example.ids[example.response == 0].tolist() == [tokenizer.bos_token_id, *prompt]
+
+
+def test_answer_that_changes_the_prompt_is_refused():
+    """Under this normaliser a combining accent would become part of the prompt's last letter."""
+    tokenizer = byte_tokenizer(RUN_ON, eos="<|e|>")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    with pytest.raises(ConversationError, match="tokens merge across the prompt's end"):
+        encode_conversation(tokenizer, chat("caffe", "\u0301 it is"))
+
+
 def test_supervision_stops_at_the_first_end_of_turn():
     """An answer that quotes the end-of-turn token: a decode would stop there, the rest is context for later turns."""
     tokenizer = chatml()
@@ -236,7 +259,7 @@ CONTENTS = st.lists(PIECES, max_size=6).map("".join)
 SHARED_CHATML = chatml()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
 def test_any_text_is_served_as_trained(turns):
     """Random texts made of headers, blanks and merging pieces: answers come back exactly, behind exactly the served ids."""

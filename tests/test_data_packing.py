@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle3_jax.data import Example, Stream, encode_conversation, fill_rows, order, pack_examples, parse_record, plan_rows, process_share
+
+# A busy machine is no defect.
+patient = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 
 def numbered(lengths: list[int]) -> list[Example]:
@@ -16,6 +19,7 @@ def numbered(lengths: list[int]) -> list[Example]:
     return [Example(np.arange(1, n + 1, dtype=np.int32) + 1000 * e, np.arange(n, dtype=np.int32) % 3) for e, n in enumerate(lengths)]
 
 
+@patient
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 5))
 def test_every_example_once_whole_and_apart(lengths, open_rows):
     examples = numbered(lengths)
@@ -62,6 +66,7 @@ def test_padding_equal_to_end_of_sequence():
     assert rows.segments[0, -4:].tolist() == [1, 0, 0, 0]
 
 
+@patient
 @given(st.integers(0, 2**63), st.integers(0, 1000), st.integers(0, 200), st.integers(1, 9))
 def test_order_is_a_permutation_that_processes_share(seed, epoch, n, count):
     permutation = order(seed, epoch, n)
@@ -85,6 +90,7 @@ def test_order_depends_on_seed_and_epoch_and_nothing_else():
         process_share(order(0, 0, 8), 2, 2)
 
 
+@patient
 @given(st.integers(1, 12), st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_stream_resumes_exactly(n, counts):
     """Any split of the stream gives the same stream, and each epoch holds every item once."""
