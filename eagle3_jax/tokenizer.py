@@ -53,9 +53,12 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         raise TokenizerError(f"{path}: tokenizer.ggml.model {model!r} is not supported (supported: gpt2)")
     pre_tokenizer = _pre_tokenizer(pre, str(path))
     tokens: list[str] = file.need("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
+    merges = [_merge(merge, str(path)) for merge in file.need("tokenizer.ggml.merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # `tokenizers` raises bare Exceptions, such as for a merge of pieces that are no tokens.
+        raise TokenizerError(f"{path}: the tokenizer could not be built from its tokens and merges ({error})") from error
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, file.get("tokenizer.ggml.token_type", []), strict=False):
@@ -65,6 +68,8 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = file.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
+            if token_id >= len(tokens):
+                raise TokenizerError(f"{path}: tokenizer.ggml.{key}_token_id {token_id} lies outside the {len(tokens)} tokens")
             special[f"{name}_token"] = tokens[token_id]
     if file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in special:
         bos = special["bos_token"]
@@ -99,6 +104,13 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt)
     assert isinstance(text, str)
     return encode_plain(tokenizer, text)
+
+
+def _merge(merge: str, where: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise TokenizerError(f"{where}: tokenizer.ggml.merges holds {merge!r}, which is not two pieces")
+    return left, right
 
 
 def _pre_tokenizer(name: str, where: str) -> PreTokenizer:
