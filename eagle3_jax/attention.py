@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -74,3 +76,51 @@ def causal_mask(length: int) -> jax.Array:
 def _flat(x_BKGTR: jax.Array) -> jax.Array:
     B, K, G, T, R = x_BKGTR.shape
     return x_BKGTR.reshape(B, K, G * T, R)
+
+
+def ttt_attend(
+    q_BCNH: jax.Array,
+    k0_BTKH: jax.Array,
+    v0_BTKH: jax.Array,
+    mask_BCT: jax.Array,
+    later: Sequence[tuple[jax.Array, jax.Array]],
+    block: int = 128,
+) -> jax.Array:
+    """Attention of a training-time-test step; returns [B, C, N, H].
+
+    One joint float32 softmax over the keys of step 0 that `mask` admits and one key per later step, which only its own slot reads:
+    later: per step 1..s, (k, v) [B, C, K, H] of the same C slots as the queries.
+    Query c must stand at a position of at most c + T - C, so that a block of queries need not touch the keys behind it.
+    """
+    C, T = q_BCNH.shape[1], k0_BTKH.shape[1]
+    parts = []
+    for start in range(0, C, block):
+        stop = min(start + block, C)
+        keys = stop + T - C
+        diagonal = [(k[:, start:stop], v[:, start:stop]) for k, v in later]
+        parts.append(_ttt_block(q_BCNH[:, start:stop], k0_BTKH[:, :keys], v0_BTKH[:, :keys], mask_BCT[:, start:stop, :keys], diagonal))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _ttt_block(q_BCNH: jax.Array, k0_BTKH: jax.Array, v0_BTKH: jax.Array, mask_BCT: jax.Array, later: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    B, C, N, H = q_BCNH.shape
+    K = k0_BTKH.shape[2]
+    exact = precision(q_BCNH.dtype)
+    q = q_BCNH.reshape(B, C, K, N // K, H) * jnp.asarray(H**-0.5, q_BCNH.dtype)
+    own = jnp.einsum("BCKGH,BTKH->BKGCT", q, k0_BTKH, precision=exact, preferred_element_type=jnp.float32)
+    own = jnp.where(mask_BCT[:, None, None], own, MASKED)
+    peak = jnp.max(own, axis=-1)
+    diagonal = []
+    for k, _ in later:
+        diagonal.append(jnp.einsum("BCKGH,BCKH->BKGC", q, k, precision=exact, preferred_element_type=jnp.float32))
+        peak = jnp.maximum(peak, diagonal[-1])
+    peak = jax.lax.stop_gradient(peak)
+    own = jnp.exp(own - peak[..., None])
+    total = jnp.sum(own, axis=-1)
+    out = jnp.einsum("BKGCT,BTKH->BKGCH", own.astype(v0_BTKH.dtype), v0_BTKH, precision=exact, preferred_element_type=jnp.float32)
+    for score, (_, v) in zip(diagonal, later, strict=True):
+        weight = jnp.exp(score - peak)
+        total = total + weight
+        out = out + weight[..., None] * v.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
+    out = (out / total[..., None]).astype(q_BCNH.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, C, N, H)

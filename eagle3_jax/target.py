@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle3_jax.attention import attend
+from eagle3_jax.attention import attend, attend_causal
 from eagle3_jax.cache import BlockKV, Cache, empty_cache
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
@@ -75,16 +75,19 @@ def forward(
     target: Target,
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
-    mask_BTT: jax.Array,
+    mask_BTT: jax.Array | None,
     cache: Cache | None = None,
     taps: tuple[int, ...] = (),
 ) -> TargetOutput:
     """One pass over T tokens that read the cache's valid slots and, by mask, each other. Nothing is written.
 
-    tokens, positions: int32; mask: bool [B or 1, T, T], True where the row's query may read the column's key.
+    tokens, positions: int32; mask: bool [B or 1, T, T], True where the row's query may read the column's key;
+    None: plain causal attention over these tokens alone, without a cache.
     taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`.
     """
     c = target.config
+    if mask_BTT is None and cache is not None:
+        raise ValueError("a pass over a cache needs a mask")
     x = target.embed[...][tokens_BT]
     B, T, _ = x.shape
     cos_sin = rotary(positions_BT, c.rope, c.head_dim)
@@ -98,8 +101,11 @@ def forward(
         k = rotate(_project(block, "k", u).reshape(B, T, c.num_kv_heads, c.head_dim), cos_sin)
         v = _project(block, "v", u).reshape(B, T, c.num_kv_heads, c.head_dim)
         kv.append((k, v))
-        cached = None if cache is None else (cache.k[i], cache.v[i], cache.lengths)
-        x = x + _project(block, "o", attend(q, k, v, mask_BTT, cached).reshape(B, T, -1))
+        if mask_BTT is None:
+            attended = attend_causal(q, k, v)
+        else:
+            attended = attend(q, k, v, mask_BTT, None if cache is None else (cache.k[i], cache.v[i], cache.lengths))
+        x = x + _project(block, "o", attended.reshape(B, T, -1))
         u = rms_norm(x, block.mlp_norm[...], c.rms_norm_eps)
         x = x + _project(block, "down", swiglu(_project(block, "gate", u), _project(block, "up", u)))
     hidden = rms_norm(x, target.norm[...], c.rms_norm_eps)

@@ -1,0 +1,139 @@
+"""Cached features to packed training batches, in an order that (seed, epoch, position) alone decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from eagle3_jax.data.order import order
+from eagle3_jax.features import CachedExample, FeatureCache
+from eagle3_jax.packing import lay_out, pack
+from eagle3_jax.ttt import Batch, Recipe, scored
+
+
+@dataclasses.dataclass(frozen=True)
+class Cursor:
+    """Where training stands in the data: the next batch of which epoch, and how many examples that epoch draws from."""
+
+    epoch: int = 0
+    batch: int = 0
+    examples: int | None = None
+
+
+def slot_count(recipe: Recipe, response: np.ndarray) -> int:
+    """Slots of one example that the recipe scores at some step."""
+    one = response[None]
+    return int(scored(recipe, one, np.ones_like(one), np.ones_like(one, bool)).any(0).sum())
+
+
+def make_batch(examples: Sequence[Sequence[CachedExample]], recipe: Recipe, rows: int, width: int, slots: int) -> Batch:
+    """A batch of numpy arrays from the examples of each row; missing rows are padding. Raises ValueError when a row is too long."""
+    some = next(e for row in examples for e in row)
+    A, D = some.features.shape[1], some.hidden.shape[1]
+    tokens, positions, response, segments = (np.zeros((rows, width), np.int32) for _ in range(4))
+    argmax, at = np.full((rows, width), -1, np.int32), np.full((rows, slots), -1, np.int32)
+    features, hidden = np.zeros((rows, width, A), some.features.dtype), np.zeros((rows, width, D), some.hidden.dtype)
+    for b, row in enumerate(examples):
+        segments[b], positions[b], places = lay_out([len(e.ids) for e in row], width)
+        for example, place in zip(row, places, strict=True):
+            tokens[b, place], response[b, place], argmax[b, place] = example.ids, example.response, example.argmax
+            features[b, place], hidden[b, place] = example.features, example.hidden
+    valid = segments > 0
+    for b, wanted in enumerate(scored(recipe, response, segments, valid).any(0)):
+        index = np.flatnonzero(wanted)
+        if len(index) > slots:
+            raise ValueError(f"row {b} has {len(index)} scored slots, more than {slots}")
+        at[b, slots - len(index) :] = index
+    return Batch(tokens, positions, features, hidden, argmax, response, segments, valid, at)  # type: ignore[arg-type]
+
+
+class BatchSource:
+    """Batches of a feature cache for one recipe and one static shape.
+
+    The first epoch follows the cache's own order and may run while the cache is still being written: it waits for the next shard.
+    Every later epoch is a permutation of the examples by (seed, epoch). Rows are planned for a whole epoch (the first: for `window`
+    examples at a time), so the batches of an epoch are a pure function of (seed, epoch, number of examples).
+    """
+
+    def __init__(
+        self,
+        open_cache: Callable[[], FeatureCache],
+        recipe: Recipe,
+        *,
+        seed: int,
+        rows: int,
+        width: int,
+        slots: int,
+        window: int = 128,
+        limit: int | None = None,
+        wait_seconds: float = 5.0,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self._open, self._recipe, self._seed = open_cache, recipe, seed
+        self._rows, self._width, self._slots = rows, width, slots
+        self._window, self._limit, self._wait, self._say = window, limit, wait_seconds, say
+        self._cache = open_cache()
+        self._sizes: list[tuple[int, int]] = []
+
+    def _ready(self) -> int:
+        return min(len(self._cache), self._limit or len(self._cache))
+
+    @property
+    def total(self) -> int:
+        """Examples the finished cache will hold, or the limit."""
+        total = self._cache.manifest["identity"]["examples"]
+        return min(total, self._limit or total)
+
+    def _size(self, index: int) -> tuple[int, int]:
+        while len(self._sizes) <= index:
+            example = self._cache[len(self._sizes)]
+            self._sizes.append((len(example.ids), slot_count(self._recipe, example.response)))
+        return self._sizes[index]
+
+    def _fits(self, index: int) -> bool:
+        tokens, slots = self._size(index)
+        return 0 < slots <= self._slots and tokens <= self._width
+
+    def _batches(self, examples: Sequence[int]) -> list[list[list[int]]]:
+        usable = [i for i in examples if self._fits(i)]
+        rows = [[usable[j] for j in row] for row in pack([self._size(i) for i in usable], (self._width, self._slots))]
+        return [rows[i : i + self._rows] for i in range(0, len(rows), self._rows)]
+
+    def _first_epoch(self) -> Iterator[list[list[int]]]:
+        for begin in range(0, self.total, self._window):
+            end = min(begin + self._window, self.total)
+            while self._ready() < end:
+                self._say(f"waiting for the feature cache: {self._ready()} of {self.total} examples")
+                time.sleep(self._wait)
+                self._cache = self._open()
+            yield from self._batches(range(begin, end))
+
+    def plan(self, cursor: Cursor) -> Iterator[tuple[list[list[int]], Cursor]]:
+        """(example indices of each row of a batch, the cursor behind it), endlessly from `cursor` on."""
+        epoch, skip, count = cursor.epoch, cursor.batch, cursor.examples
+        while True:
+            if epoch == 0:
+                batches: Iterator[list[list[int]]] = self._first_epoch()
+            else:
+                count = count or self._ready()
+                batches = iter(self._batches([int(i) for i in order(self._seed, epoch, count)]))
+            produced = 0
+            for number, rows in enumerate(batches):
+                produced += 1
+                if number >= skip:
+                    yield rows, Cursor(epoch, number + 1, count)
+            if not produced:
+                raise ValueError("no example of the feature cache has a scored slot and fits into a row")
+            epoch, skip, count = epoch + 1, 0, None
+
+    def build(self, rows: list[list[int]]) -> Batch:
+        """The arrays of a planned batch."""
+        return make_batch([[self._cache[i] for i in row] for row in rows], self._recipe, self._rows, self._width, self._slots)
+
+    def once(self) -> Iterator[Batch]:
+        """Every example once, in the cache's order."""
+        for rows in self._batches(range(self._ready())):
+            yield self.build(rows)

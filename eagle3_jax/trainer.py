@@ -1,0 +1,202 @@
+"""The training step, its state, and the loop around it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.params import fill, named_variables
+from eagle3_jax.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, divisors, scored, ttt_loss
+
+Params = dict[str, jax.Array]
+"""Trained parameters by name, float32."""
+
+ORTHOGONAL = ("fc", "q", "k", "v", "o", "gate", "up", "down")
+"""Matrices that the "muon" optimizer updates with orthogonalised momentum; norms and the output head stay with AdamW."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what training computes.
+
+    steps: optimizer updates. row_tokens, row_slots: static widths T and C of a packed row; rows per micro-batch; accumulate micro-batches
+    per update. peak_lr is reached after `warmup` updates, held, and lowered along a half cosine over the last `decay` updates to
+    floor * peak_lr (decay None: all updates after the warm-up). clip: global gradient norm. optimizer: "adamw" or "muon".
+    """
+
+    recipe: Recipe = RECIPES["aligned"]
+    steps: int = 1000
+    rows: int = 3
+    row_tokens: int = 832
+    row_slots: int = 640
+    accumulate: int = 1
+    peak_lr: float = 2e-3
+    warmup: int = 40
+    decay: int | None = None
+    floor: float = 0.02
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    optimizer: str = "adamw"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "row_tokens", "row_slots", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.row_slots > self.row_tokens:
+            raise ValueError(f"row_slots {self.row_slots} exceeds row_tokens {self.row_tokens}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer {self.optimizer!r} is unknown (known: adamw, muon)")
+        if not self.peak_lr > 0 or not self.clip > 0 or not 0 <= self.floor <= 1:
+            raise ValueError("peak_lr and clip must be positive and floor must lie in 0..1")
+        if self.warmup + (self.decay or 0) > self.steps:
+            raise ValueError(f"warmup {self.warmup} and decay {self.decay} do not fit into {self.steps} steps")
+
+    def learning_rate(self, step: jax.Array) -> jax.Array:
+        """float32 learning rate of update `step` (from 0)."""
+        decay = self.steps - self.warmup if self.decay is None else self.decay
+        step = step.astype(jnp.float32)
+        rising = (step + 1.0) / max(1, self.warmup)
+        left = jnp.clip((self.steps - step) / max(1, decay), 0.0, 1.0)
+        falling = self.floor + (1.0 - self.floor) * 0.5 * (1.0 - jnp.cos(jnp.pi * left))
+        return jnp.float32(self.peak_lr) * jnp.minimum(jnp.minimum(rising, 1.0), falling)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """params: the trained parameters by name (float32 masters); opt_state: optax's; step: int32, updates done."""
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """What a step reads and never changes: the target's tables and the draft's untrained variables by name (d2t, a frozen head)."""
+
+    frozen: Frozen
+    variables: dict[str, jax.Array]
+
+
+class StepMetrics(NamedTuple):
+    """Device scalars of one update; reading them waits for it, so the loop reads those of the update before."""
+
+    total: jax.Array
+    per_step: Metrics
+    gradient_norm: jax.Array
+    learning_rate: jax.Array
+
+
+def is_trained(name: str, recipe: Recipe) -> bool:
+    """Whether training moves the draft's variable `name`."""
+    return name != "d2t" and (recipe.train_head or name != "head")
+
+
+def split(draft: Eagle3Draft, recipe: Recipe) -> tuple[Params, dict[str, jax.Array]]:
+    """(trained parameters in float32, all other variables) by name. The parameters are copies: a donated step must not take the module's."""
+    values = {name: variable.get_value() for name, variable in named_variables(draft)}
+    trained = {name: jnp.array(value, jnp.float32, copy=True) for name, value in values.items() if is_trained(name, recipe)}
+    return trained, {name: value for name, value in values.items() if name not in trained}
+
+
+def join(config: DraftConfig, params: Mapping[str, Any], variables: Mapping[str, Any]) -> Eagle3Draft:
+    """The draft module that holds both."""
+    return fill(Eagle3Draft(config), {**params, **variables})
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW, or Muon for the inner matrices with AdamW for the rest."""
+    adamw = partial(optax.adamw, config.learning_rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay)
+    if config.optimizer == "adamw":
+        return optax.chain(optax.clip_by_global_norm(config.clip), adamw())
+    muon = optax.contrib.muon(config.learning_rate, weight_decay=config.weight_decay, consistent_rms=0.2)
+    labels = lambda params: {name: "muon" if name in ORTHOGONAL else "adamw" for name in params}  # noqa: E731
+    return optax.chain(optax.clip_by_global_norm(config.clip), optax.partition({"muon": muon, "adamw": adamw()}, labels))
+
+
+def new_state(params: Params, config: TrainConfig) -> TrainState:
+    """The state before the first update."""
+    return TrainState(params, make_optimizer(config).init(params), jnp.zeros((), jnp.int32))
+
+
+def loss_and_gradient(
+    draft_config: DraftConfig, config: TrainConfig, params: Params, fixed: Fixed, batch: Batch
+) -> tuple[jax.Array, Metrics, Params]:
+    """(total, metrics, gradients) of one global batch: every array of `batch` has a leading axis of micro-batches.
+
+    What each step's losses are divided by comes from the masks of all micro-batches, so cutting the batch changes nothing.
+    """
+    masks = jax.vmap(lambda part: scored(config.recipe, part.response, part.segments, part.valid))(batch)
+    parts, J, B, T = masks.shape
+    global_divisors = divisors(config.recipe, masks.transpose(1, 0, 2, 3).reshape(J, parts * B, T))
+
+    def loss(params: Params, part: Batch) -> tuple[jax.Array, Metrics]:
+        return ttt_loss(join(draft_config, params, fixed.variables), fixed.frozen, part, config.recipe, global_divisors)
+
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    if parts == 1:
+        (total, metrics), grads = gradient(params, jax.tree.map(lambda x: x[0], batch))
+        return total, metrics, grads
+
+    def add(carry: Any, part: Batch) -> tuple[Any, None]:
+        (total, metrics), grads = gradient(params, part)
+        return jax.tree.map(jnp.add, carry, (total, metrics, grads)), None
+
+    first = jax.tree.map(lambda x: x[0], batch)
+    (total, metrics), grads = gradient(params, first)
+    carry, _ = jax.lax.scan(add, (total, metrics, grads), jax.tree.map(lambda x: x[1:], batch))
+    return carry
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_step(
+    draft_config: DraftConfig, config: TrainConfig, state: TrainState, fixed: Fixed, batch: Batch
+) -> tuple[TrainState, StepMetrics]:
+    """One update. `state` is donated: use only the returned one."""
+    total, metrics, grads = loss_and_gradient(draft_config, config, state.params, fixed, batch)
+    updates, opt_state = make_optimizer(config).update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    norm, rate = optax.global_norm(grads), config.learning_rate(state.step)
+    return TrainState(params, opt_state, state.step + 1), StepMetrics(total, metrics, norm, rate)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def eval_step(draft_config: DraftConfig, recipe: Recipe, params: Params, fixed: Fixed, batch: Batch) -> Metrics:
+    """Metrics of one batch (arrays without the micro-batch axis)."""
+    return ttt_loss(join(draft_config, params, fixed.variables), fixed.frozen, batch, recipe)[1]
+
+
+class Evaluation(NamedTuple):
+    """Over a whole set, per step: mean loss per scored slot, accuracy, and survival (every step so far correct). Floats."""
+
+    loss: list[float]
+    accuracy: list[float]
+    survival: list[float]
+
+
+def evaluate(draft_config: DraftConfig, recipe: Recipe, params: Params, fixed: Fixed, batches: Iterator[Batch]) -> Evaluation:
+    """Runs `eval_step` over the batches and averages over slots, not over batches."""
+    rule = dataclasses.replace(recipe, divide_by="slots")
+    loss = slots = correct = survived = 0.0
+    for batch in batches:
+        metrics = jax.device_get(eval_step(draft_config, rule, params, fixed, batch))
+        loss = loss + metrics.loss * metrics.slots.clip(1)
+        slots, correct, survived = slots + metrics.slots, correct + metrics.correct, survived + metrics.survived
+    count = jnp.maximum(jnp.asarray(slots), 1)
+    return Evaluation(*([float(x) for x in jnp.atleast_1d(jnp.asarray(total) / count)] for total in (loss, correct, survived)))
+
+
+Callback = Callable[[int, StepMetrics], None]
