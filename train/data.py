@@ -18,7 +18,10 @@ EXAMPLES = """examples:
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown, examples kept as written."""
+    """Defaults shown where there are any, examples kept as written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

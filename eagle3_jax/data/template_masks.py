@@ -118,7 +118,7 @@ def _encode_turn(
             raise ConversationError("response_ids leave the vocabulary", f"{where}: id {max(exact)}, the tokenizer has {len(tokenizer)}")
         return _Turn(prompt, list(exact), len(exact))
     text, end = _answer_text(tokenizer, messages, prompt_text, where)
-    answer = [*_encode_after(tokenizer, prompt_text, text, where), end]
+    answer = [*_encode_after(tokenizer, prompt_text, prompt, text, where), end]
     return _Turn(prompt, answer, answer.index(end) + 1)
 
 
@@ -178,7 +178,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
 
 
-def _encode_after(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, where: str) -> list[int]:
+def _encode_after(tokenizer: PreTrainedTokenizerBase, prompt: str, prompt_ids: list[int], text: str, where: str) -> list[int]:
     """Ids of `text` as a model would write them after the prompt.
 
     Encoding both together is right when the prompt's ids survive. Where tokens merge across the border, `text` is encoded alone, or behind
@@ -186,14 +186,13 @@ def _encode_after(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, wh
     """
     if not text:
         return []
-    prompt_tokens = _encode(tokenizer, prompt)
-    together = _encode(tokenizer, prompt + text)
-    if together[: len(prompt_tokens)] == prompt_tokens:
-        return together[len(prompt_tokens) :]
+    together = encode_plain(tokenizer, prompt + text)
+    if together[: len(prompt_ids)] == prompt_ids:
+        return together[len(prompt_ids) :]
     whole = tokenizer.decode(together)
     line_break = _encode(tokenizer, "\n")
     for alone in (_encode(tokenizer, text), _encode(tokenizer, "\n" + text)[len(line_break) :]):
-        if tokenizer.decode(prompt_tokens + alone) == whole:
+        if tokenizer.decode(prompt_ids + alone) == whole:
             return alone
     raise ConversationError("tokens merge across the prompt's end", where)
 
