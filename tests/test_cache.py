@@ -39,13 +39,13 @@ jitted_append = jax.jit(append)
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return initialize(Target(CONFIG), jax.random.key(0))
+    return jax.jit(lambda key: initialize(Target(CONFIG), key))(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
 def draft() -> Eagle3Draft:
     config = DraftConfig.for_target(CONFIG, draft_vocab_size=32, taps=TAPS, num_heads=2, num_kv_heads=1)
-    return initialize(Eagle3Draft(config), jax.random.key(1))
+    return jax.jit(lambda key: initialize(Eagle3Draft(config), key))(jax.random.key(1))
 
 
 def counts(*values: int) -> jax.Array:
