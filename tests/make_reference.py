@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from tiny_checkpoints import CASES, config_of, tensors_of, tokens_of, write_folder
+from tiny_checkpoints import CASES, config_of, head_tensors, tensors_of, tokens_of, write_folder
 
 REFERENCE = Path(__file__).parent / "reference"
 QUESTION = "Write a short story about a clockmaker who repairs 3 watches in 1872, then list the steps of her work."
@@ -34,6 +34,21 @@ def tiny() -> None:
         arrays[f"{case}.logits"] = out.logits[0].numpy()
         arrays[f"{case}.tap1"] = out.hidden_states[1][0].numpy()
     np.savez_compressed(REFERENCE / "hf_tiny.npz", **arrays)
+
+
+def torch_files() -> None:
+    """A head in PyTorch's format, and a state dict with every storage type and views that share or stride a storage."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    torch.save({key: torch.tensor(array) for key, array in head_tensors()[1].items()}, REFERENCE / "torch_head.bin")
+    base = torch.arange(24, dtype=torch.float32)
+    kinds = {"f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64, "i32": torch.int32}
+    kinds |= {"i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool}
+    state = {name: torch.arange(6).reshape(2, 3).to(kind) for name, kind in kinds.items()}
+    state |= {"tail": base[20:], "columns": base.reshape(4, 6)[:, 1::2], "transposed": base.reshape(4, 6).T, "scalar": torch.tensor(3.5)}
+    state |= {"parameter": torch.nn.Parameter(base[:3]), "empty": torch.zeros(0, 3)}
+    torch.save(state, REFERENCE / "torch_views.bin")
+    torch.save(state, REFERENCE / "torch_legacy.bin", _use_new_zipfile_serialization=False)
 
 
 def smollm2(path: Path) -> None:
@@ -72,6 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     REFERENCE.mkdir(exist_ok=True)
     tiny()
+    torch_files()
     if arguments.gguf:
         smollm2(arguments.gguf)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -251,9 +252,13 @@ def test_taps_are_stored_and_mean_the_state_entering_the_block(taps: tuple[int, 
     folder = save_head(make_head(target=target.config, taps=taps), tmp_path / "head")
     head = load_draft(folder, target)
     assert head.config.taps == (taps or (2, 4, 5))
-    mask = jnp.ones((1, 1, 1), bool)
-    token = jnp.zeros((1, 1), jnp.int32)
-    features = target_module.forward(target, token, token, mask, taps=head.config.taps).features
+
+    @jax.jit
+    def features_of(target: Target) -> jax.Array:
+        token = jnp.zeros((1, 1), jnp.int32)
+        return target_module.forward(target, token, token, jnp.ones((1, 1, 1), bool), taps=head.config.taps).features
+
+    features = np.asarray(features_of(target))
     expected = [int("1" * k) if k else 0 for k in head.config.taps]
     np.testing.assert_array_equal(features[0, 0].reshape(3, 8), np.array(expected, np.float32)[:, None] * np.ones(8, np.float32))
 

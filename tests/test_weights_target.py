@@ -25,9 +25,15 @@ ANY = "llama3_two_kv_heads"
 def run(target: Target, tokens: np.ndarray, taps: tuple[int, ...] = ()) -> tuple[np.ndarray, np.ndarray]:
     """(logits [T, V], features [T, A]) of one causal pass over one row."""
     T = len(tokens)
-    mask = jnp.tril(jnp.ones((1, T, T), bool))
-    out = target_module.forward(target, jnp.asarray(tokens, jnp.int32)[None], jnp.arange(T)[None], mask, taps=taps)
-    return np.asarray(target_module.logits(target, out.hidden)[0]), np.asarray(out.features[0])
+
+    @jax.jit
+    def run_one(target: Target, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mask = jnp.tril(jnp.ones((1, T, T), bool))
+        out = target_module.forward(target, tokens_BT, jnp.arange(T)[None], mask, taps=taps)
+        return target_module.logits(target, out.hidden)[0], out.features[0]
+
+    logits, features = run_one(target, jnp.asarray(tokens, jnp.int32)[None])
+    return np.asarray(logits), np.asarray(features)
 
 
 def folder_of(tmp_path: Path, case: str = ANY, changes: dict[str, Any] | None = None) -> Path:
@@ -272,6 +278,24 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert load_target("owner/name-1.5").config.num_layers == 2
     assert asked[0][0] == "owner/name-1.5"
     assert "*.safetensors" in asked[0][1]["allow_patterns"]
+
+
+def test_torch_files_are_downloaded_only_where_there_is_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repository: str, **options: Any) -> str:
+        asked.append("*.bin" in options["allow_patterns"])
+        (tmp_path / "config.json").write_text(json.dumps(config_of(ANY)))
+        if asked[-1]:
+            (tmp_path / "pytorch_model.bin").write_bytes((REFERENCE / "torch_head.bin").read_bytes())
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(WeightsError, match=r"embed_tokens\.weight' is missing"):
+        load_target("owner/name")
+    assert asked == [False, True]
 
 
 def test_a_hub_id_without_network_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):

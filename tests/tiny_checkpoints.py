@@ -83,6 +83,31 @@ def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
+def head_tensors() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """config.json and tensors of an EAGLE-3 head as the official code publishes it (float16, offsets): V 10, U 4, D 8, two heads of 6."""
+    D, F, V, U = 8, 12, 10, 4
+    config = {"model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"head_dim": 6, "num_hidden_layers": 1, "vocab_size": V, "draft_vocab_size": U, "architectures": ["LlamaForCausalLM"]}
+    shapes = {
+        "fc": (D, 3 * D),
+        "midlayer.input_layernorm": (D,),
+        "midlayer.hidden_norm": (D,),
+        "midlayer.self_attn.q_proj": (12, 2 * D),
+        "midlayer.self_attn.k_proj": (6, 2 * D),
+        "midlayer.self_attn.v_proj": (6, 2 * D),
+        "midlayer.self_attn.o_proj": (D, 12),
+        "midlayer.post_attention_layernorm": (D,),
+        "midlayer.mlp.gate_proj": (F, D),
+        "midlayer.mlp.up_proj": (F, D),
+        "midlayer.mlp.down_proj": (D, F),
+        "norm": (D,),
+        "lm_head": (U, D),
+    }
+    random = np.random.default_rng(1)
+    tensors = {f"{name}.weight": random.random(shape).astype(np.float16) for name, shape in shapes.items()}
+    return config, tensors | {"d2t": np.array([0, 2, 3, 6]), "t2d": np.isin(np.arange(V), [0, 3, 5, 9])}
+
+
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
     """A Hugging Face folder: config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)

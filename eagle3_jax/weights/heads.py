@@ -52,7 +52,7 @@ def load_head(
     rope_theta: float | None = None,
     dtype: Any = "float32",
 ) -> Eagle3Draft:
-    """The head in a folder (config.json, model.safetensors; float16, bfloat16 or float32), filled, in `dtype`.
+    """The head in a folder (config.json; model.safetensors or pytorch_model.bin; float16, bfloat16 or float32), filled, in `dtype`.
 
     taps: entering-block ids for a head whose config stores none; they must agree with stored ones. Neither: the official default.
     rope_theta: replaces the config's rotary embedding by this base without scaling, for heads whose config is wrong about it.

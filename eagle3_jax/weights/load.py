@@ -17,7 +17,7 @@ from eagle3_jax.weights.hf_target import load_hf_target
 from eagle3_jax.weights.source import locate
 from eagle3_jax.weights.table import WeightsError, compute_dtype
 
-PATTERNS = ["*.json", "*.safetensors"]
+PATTERNS, OTHERWISE = ("*.json", "*.safetensors"), ("*.bin",)
 
 
 def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: None = None) -> Target:
@@ -29,7 +29,7 @@ def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh
     """
     _refuse_mesh(mesh)
     number = compute_dtype(dtype)
-    path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, PATTERNS)
+    path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if path.is_dir():
         return load_hf_target(path, number)
     if path.suffix == ".gguf":
@@ -40,13 +40,13 @@ def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh
 def load_draft(path_or_id: str | os.PathLike[str], target: Target | TargetConfig, dtype: Any = "float32", mesh: None = None) -> Eagle3Draft:
     """The EAGLE-3 head, filled, in `dtype`, checked against `target`.
 
-    path_or_id: a folder in the official dialect, a hub id, or the built-in name "smollm2-135m".
+    path_or_id: a folder in the official dialect (safetensors or pytorch_model.bin), a hub id, or the built-in name "smollm2-135m".
     Raises WeightsError or ConfigError naming file and key, or both numbers where the head is for another target.
     """
     _refuse_mesh(mesh)
-    path = locate(path_or_id, {name: partial(builtin_head, name) for name in BUILTIN_MODELS}, PATTERNS)
+    path = locate(path_or_id, {name: partial(builtin_head, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if not path.is_dir():
-        raise WeightsError(f"{path}: expected the folder of a head (config.json, model.safetensors)")
+        raise WeightsError(f"{path}: expected the folder of a head (config.json and its tensors)")
     return load_head(Path(path), target, dtype=dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from eagle3_jax.weights.table import WeightsError
@@ -12,10 +12,16 @@ from eagle3_jax.weights.table import WeightsError
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def locate(path_or_id: str | os.PathLike[str], builtin: Mapping[str, Callable[[], Path]], patterns: list[str]) -> Path:
+def locate(
+    path_or_id: str | os.PathLike[str],
+    builtin: Mapping[str, Callable[[], Path]],
+    patterns: Sequence[str],
+    otherwise: Sequence[str] = (),
+) -> Path:
     """A local file or folder. A built-in name wins over a folder of that name (write `./name` for the folder).
 
-    Hub repositories are downloaded whole for the files that match `patterns`. Raises WeightsError when nothing is found.
+    From a hub repository the files at its top that match `patterns` are downloaded, and those that match `otherwise`
+    where there is none of the last pattern's. Raises WeightsError when nothing is found.
     """
     if isinstance(path_or_id, str) and path_or_id in builtin:
         return builtin[path_or_id]()
@@ -23,15 +29,16 @@ def locate(path_or_id: str | os.PathLike[str], builtin: Mapping[str, Callable[[]
     if path.exists():
         return path
     if isinstance(path_or_id, str) and HUB_ID.fullmatch(path_or_id) and not path_or_id.endswith(".gguf"):
-        return _download(path_or_id, patterns)
+        folder = _download(path_or_id, patterns)
+        return _download(path_or_id, [*patterns, *otherwise]) if otherwise and not any(folder.glob(patterns[-1])) else folder
     raise WeightsError(f"{path_or_id}: no such file or folder, and not a built-in name ({', '.join(builtin)})")
 
 
-def _download(repository: str, patterns: list[str]) -> Path:
+def _download(repository: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=patterns))
+        return Path(snapshot_download(repository, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # Offline, unknown repository, refused access: the hub's client has a class for each.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WeightsError(f"{repository}: no such folder here, and the Hugging Face hub did not give it ({first})") from error

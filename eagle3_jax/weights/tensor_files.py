@@ -1,39 +1,81 @@
-"""The tensor files of a Hugging Face folder: one safetensors file or shards with an index, read one tensor at a time."""
+"""The tensor files of a Hugging Face folder: safetensors or PyTorch's, one file or shards with an index, read one tensor at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import read_json
 from eagle3_jax.weights.table import WeightsError
+from eagle3_jax.weights.torch_file import TorchFile
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# In the order of preference: (a single file, the index of shards).
+LAYOUTS = ((SINGLE, f"{SINGLE}.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
 # Checked by name: numpy would hand out the bytes of a float8 checkpoint, whose scales are missing, without a word.
 STORED = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
-class TensorFiles:
-    """Tensors by name, spread over one or more safetensors files. Only headers are read until a tensor is asked for.
+class TensorFile(Protocol):
+    """One file of named tensors."""
 
-    `files` maps each tensor to its file. Files in the folder that the index does not name are left alone.
+    def keys(self) -> Iterable[str]:
+        """The tensors' names."""
+        ...
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor as a fresh array of its stored dtype."""
+        ...
+
+
+class SafetensorsFile:
+    """One safetensors file; only its header is read until a tensor is asked for."""
+
+    def __init__(self, path: Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        try:
+            self._handle: Any = safe_open(path, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path}: not a safetensors file, or a truncated one ({error})") from error
+
+    def keys(self) -> list[str]:
+        """The tensors' names."""
+        return list(self._handle.keys())
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor as a fresh array of its stored dtype; WeightsError names an unsupported one."""
+        stored = self._handle.get_slice(key).get_dtype()
+        if stored not in STORED:
+            raise WeightsError(f"{self.path}: tensor {key!r} has dtype {stored}, which is not supported")
+        array = self._handle.get_tensor(key)
+        return array.view(jnp.bfloat16) if stored == "BF16" else array
+
+
+class TensorFiles:
+    """Tensors by name, spread over one or more files; `files` maps each tensor to its file.
+
+    Files in the folder that the index does not name are left alone.
     Raises WeightsError naming a missing, damaged or truncated file, a tensor its shard lacks, or an unsupported dtype.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._open: dict[Path, Any] = {}
-        if (folder / SINGLE).is_file():
-            path = folder / SINGLE
-            self.files = dict.fromkeys(self._handle(path).keys(), path)
-        elif (folder / INDEX).is_file():
-            self.files = self._from_index(folder / INDEX)
-        else:
-            raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+        self._open: dict[Path, TensorFile] = {}
+        for single, index in LAYOUTS:
+            if (folder / single).is_file():
+                path = folder / single
+                self.files = dict.fromkeys(self._file(path).keys(), path)
+                return
+            if (folder / index).is_file():
+                self.files = self._from_index(folder / index)
+                return
+        raise WeightsError(f"{folder}: neither {' nor '.join(name for layout in LAYOUTS for name in layout)} is there")
 
     def where(self, key: str) -> str:
         """The file that holds a tensor, for messages."""
@@ -41,33 +83,24 @@ class TensorFiles:
 
     def read(self, key: str) -> np.ndarray:
         """One tensor as a fresh numpy array of its stored dtype (bfloat16 included)."""
-        path = self.files[key]
-        file = self._handle(path)
-        stored = file.get_slice(key).get_dtype()
-        if stored not in STORED:
-            raise WeightsError(f"{path}: tensor {key!r} has dtype {stored}, which is not supported")
-        array = file.get_tensor(key)
-        return array.view(jnp.bfloat16) if stored == "BF16" else array
+        return self._file(self.files[key]).read(key)
 
     def _from_index(self, index: Path) -> dict[str, Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise WeightsError(f"{index}: no weight_map")
         files = {str(key): self.folder / str(name) for key, name in weight_map.items()}
-        for path in sorted(set(files.values())):
+        shards = sorted(set(files.values()))
+        for path in shards:
             if not path.is_file():
                 raise WeightsError(f"{path}: the shard is missing; {index.name} names it")
+        present = {path: set(self._file(path).keys()) for path in shards}
         for key, path in files.items():
-            if key not in self._handle(path).keys():  # noqa: SIM118 (the handle is not a mapping)
+            if key not in present[path]:
                 raise WeightsError(f"{path}: tensor {key!r} is missing; {index.name} says it is here")
         return files
 
-    def _handle(self, path: Path) -> Any:
+    def _file(self, path: Path) -> TensorFile:
         if path not in self._open:
-            from safetensors import SafetensorError, safe_open
-
-            try:
-                self._open[path] = safe_open(path, framework="numpy")
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path}: not a safetensors file, or a truncated one ({error})") from error
+            self._open[path] = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
         return self._open[path]
