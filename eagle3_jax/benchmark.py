@@ -1,0 +1,333 @@
+"""A benchmark that decodes plainly and speculatively in turns, in one process, with compilation apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from eagle3_jax.decode import DecodeConfig, Request, run
+from eagle3_jax.drafting import Draft
+from eagle3_jax.evaluate import Acceptance, Interval, acceptance, add_acceptance, bootstrap
+from eagle3_jax.generate import Output, default_tree, prepare, read
+from eagle3_jax.target import Target
+from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.tree_names import parse_tree, tree_name
+from eagle3_jax.verify import Rule
+
+PLAIN = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One batch of prompts decoded one way.
+
+    prompts: their indices. tokens, finish_reasons, accept_lengths: per row, as in `Output`.
+    seconds: the whole call, once per repeat. first_token_seconds: the same program told to stop after the prefill's token.
+    """
+
+    mode: str
+    prompts: list[int]
+    tokens: list[list[int]]
+    finish_reasons: list[str]
+    accept_lengths: list[list[int]]
+    seconds: list[float]
+    first_token_seconds: float
+
+    @property
+    def output(self) -> Output:
+        return Output(self.tokens, self.finish_reasons, self.accept_lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModeResult:
+    """One way of decoding over all prompts; times in seconds, compilation in none of them but `compile_seconds`.
+
+    tokens_per_second: of whole calls, prefill included. speed_up: that over plain decoding's; decode_speed_up: without the prefills.
+    cycle_seconds: one pass of the loop, whatever it kept; cycle_cost: that in steps of plain decoding, so tau / cycle_cost is
+    decode_speed_up at batch 1. n_alpha: per depth; the paper's figure when the tree is a chain (`is_chain`).
+    same_text: rows whose tokens equal plain decoding's, of `rows`.
+    """
+
+    mode: str
+    is_chain: bool
+    rows: int
+    tokens: int
+    cycles: int
+    acceptance_length: Interval
+    n_alpha: list[float | None]
+    per_position: list[float | None]
+    seconds: float
+    first_token_seconds: float
+    cycle_seconds: float | None
+    cycle_cost: float | None
+    compile_seconds: float
+    tokens_per_second: Interval
+    decode_tokens_per_second: float | None
+    speed_up: Interval | None
+    decode_speed_up: Interval | None
+    same_text: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """settings: the arguments; machine: backend, devices, versions; modes: one result each, plain first; samples: all that was measured."""
+
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    modes: list[ModeResult]
+    samples: list[Sample]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and numbers, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def benchmark(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    trees: Sequence[Chain | Tree | None] = (None,),
+    *,
+    batch: int = 1,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_token_ids: Sequence[int] | None = None,
+    rule: Rule = "coupled",
+    coupled_draft: bool = True,
+    repeats: int = 1,
+    confidence: float = 0.95,
+    progress: Callable[[Sample], None] | None = None,
+    programs: Programs | None = None,
+) -> Benchmark:
+    """Decodes every batch of prompts plainly and with each tree, in turns in this process, and compares.
+
+    trees: what to draft; None is a size that suits the backend; without a draft only plain decoding runs. Prompt i has the seed
+    `seed` + i in every batch size. repeats: times each call is timed, of which the median counts. progress: called after each sample.
+    programs: those of an earlier benchmark of this pair, so that a second set of prompts compiles nothing again.
+    Raises ValueError for anything unusable before any measurement.
+    """
+    if not prompts:
+        raise ValueError("prompts: no prompt given")
+    for name, value in (("batch", batch), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"{name}: {value} must be an int >= 1")
+    modes: dict[str, Chain | Tree | None] = {PLAIN: None}
+    for tree in trees if draft is not None else ():
+        chosen = tree if tree is not None else default_tree(jax.default_backend())
+        modes[tree_name(chosen)] = chosen
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "eos_token_ids": eos_token_ids,
+        "rule": rule,
+        "coupled_draft": coupled_draft,
+    }
+    programs = programs if programs is not None else Programs(target, draft)
+    before = dict(programs.compile_seconds)
+    samples = []
+    for sample in measure(programs, prompts, modes, batch, seed, repeats, options):
+        samples.append(sample)
+        if progress is not None:
+            progress(sample)
+    settings = {
+        "modes": list(modes),
+        "prompts": len(prompts),
+        "batch": batch,
+        "seed": seed,
+        "repeats": repeats,
+        "confidence": confidence,
+        **options,
+    }
+    spent = {mode: seconds - before.get(mode, 0.0) for mode, seconds in programs.compile_seconds.items()}
+    return Benchmark(settings, machine(), summarise(samples, spent, confidence), samples)
+
+
+class Programs:
+    """The decode programs of one target and draft, compiled once per shape, warmed by a short call, the time kept apart per mode."""
+
+    def __init__(self, target: Target, draft: Draft | None):
+        self.target, self.draft = target, draft
+        self.compile_seconds: dict[str, float] = {}
+        self._compiled: dict[Any, Any] = {}
+
+    def get(self, mode: str, request: Request, config: DecodeConfig) -> Callable[[Request], Any]:
+        """A call that decodes a request of these shapes and waits for the result."""
+        draft = self.draft if config.tree is not None else None
+        key = (config, tuple(x.shape for x in jax.tree.leaves(request)))
+        fresh = key not in self._compiled
+        if fresh:
+            start = time.perf_counter()
+            self._compiled[key] = run.lower(self.target, draft, request, config).compile()
+            self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - start
+        compiled = self._compiled[key]
+
+        def call(request: Request) -> Any:
+            return jax.block_until_ready(compiled(self.target, draft, request))
+
+        if fresh:
+            call(at_most(request, 4))  # the first call of a program also sets up threads and buffers
+        return call
+
+
+def at_most(request: Request, tokens: int) -> Request:
+    """The request with no row longer than `tokens`: same shapes, so the same program."""
+    return dataclasses.replace(request, limits=jax.numpy.minimum(request.limits, tokens))
+
+
+def measure(
+    programs: Programs,
+    prompts: Sequence[Sequence[int]],
+    modes: dict[str, Chain | Tree | None],
+    batch: int,
+    seed: int,
+    repeats: int,
+    options: dict[str, Any],
+) -> Iterator[Sample]:
+    """One Sample per batch of prompts and mode. Within a batch the modes take turns, in an order that is reversed every time, so that
+    neither a slow drift of the machine nor the place in the order favours one."""
+    turn = 0
+    for start in range(0, len(prompts), batch):
+        indices = list(range(start, min(start + batch, len(prompts))))
+        calls: dict[str, tuple[Callable[[Request], Any], Request]] = {}
+        for name, tree in modes.items():
+            draft = None if tree is None else programs.draft
+            rows = [prompts[i] for i in indices]
+            request, config = prepare(programs.target, draft, rows, seed=[(seed + i) % 2**64 for i in indices], tree=tree, **options)
+            calls[name] = (programs.get(name, request, config), request)
+        seconds: dict[str, list[float]] = {name: [] for name in modes}
+        first: dict[str, list[float]] = {name: [] for name in modes}
+        outputs: dict[str, Output] = {}
+        for _ in range(repeats):
+            for name in list(modes) if turn % 2 == 0 else list(reversed(modes)):
+                call, request = calls[name]
+                first[name].append(_timed(call, at_most(request, 1))[1])
+                state, elapsed = _timed(call, request)
+                seconds[name].append(elapsed)
+                outputs[name] = read(state)
+            turn += 1
+        for name, output in outputs.items():
+            yield Sample(
+                name,
+                indices,
+                output.tokens,
+                output.finish_reasons,
+                output.accept_lengths,
+                seconds[name],
+                statistics.median(first[name]),
+            )
+
+
+def _timed(call: Callable[[Request], Any], request: Request) -> tuple[Any, float]:
+    jax.block_until_ready(request)
+    start = time.perf_counter()
+    state = call(request)
+    return state, time.perf_counter() - start
+
+
+def summarise(samples: Sequence[Sample], compile_seconds: dict[str, float], confidence: float = 0.95) -> list[ModeResult]:
+    """The results of every mode that occurs in `samples`, in their order; comparisons need the mode "plain" among them."""
+    by_mode: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_mode.setdefault(sample.mode, []).append(sample)
+    plain = by_mode.get(PLAIN)
+    plain_cycle = _cycle_seconds(plain) if plain else None
+    return [_summary(mode, own, plain, plain_cycle, compile_seconds.get(mode, 0.0), confidence) for mode, own in by_mode.items()]
+
+
+def _summary(
+    mode: str, samples: list[Sample], plain: list[Sample] | None, plain_cycle: float | None, compile_seconds: float, confidence: float
+) -> ModeResult:
+    tree = None if mode == PLAIN else parse_tree(mode)
+    counts = Acceptance((), ())
+    if tree is not None:
+        depth = tree.length if isinstance(tree, Chain) else tree.depth
+        counts = add_acceptance([acceptance(sample.output, depth) for sample in samples])
+    lengths = [row for sample in samples for row in sample.accept_lengths]
+    times = [_times(sample) for sample in samples]
+    totals = np.sum(times, axis=0)
+    cycle = _cycle_seconds(samples)
+    speed_up = decode_speed_up = same = None
+    if mode != PLAIN and plain is not None:
+        before = {tuple(sample.prompts): sample for sample in plain}
+        pairs = [(_times(before[tuple(sample.prompts)]), own) for sample, own in zip(samples, times, strict=True)]
+        speed_up = bootstrap([[*p, *own] for p, own in pairs], lambda s: _ratio(_rate(s[..., 4:]), _rate(s[..., :4])), confidence)
+        if totals[2] > 0:
+            decode_speed_up = bootstrap(
+                [[*p, *own] for p, own in pairs], lambda s: _ratio(_decode_rate(s[..., 4:]), _decode_rate(s[..., :4])), confidence
+            )
+        same = sum(a == b for sample in samples for a, b in zip(sample.tokens, before[tuple(sample.prompts)].tokens, strict=True))
+    return ModeResult(
+        mode=mode,
+        is_chain=tree is not None and tree_name(tree).startswith("chain"),
+        rows=len(lengths),
+        tokens=int(totals[0]),
+        cycles=sum(map(len, lengths)),
+        acceptance_length=bootstrap([[sum(row), len(row)] for row in lengths], lambda s: _ratio(s[..., 0], s[..., 1], 1.0), confidence),
+        n_alpha=counts.n_alpha,
+        per_position=counts.per_position,
+        seconds=float(totals[1]),
+        first_token_seconds=statistics.fmean(sample.first_token_seconds for sample in samples),
+        cycle_seconds=cycle,
+        cycle_cost=cycle / plain_cycle if cycle and plain_cycle else None,
+        compile_seconds=compile_seconds,
+        tokens_per_second=bootstrap(times, _rate, confidence),
+        decode_tokens_per_second=float(_decode_rate(totals)) if totals[2] > 0 else None,
+        speed_up=speed_up,
+        decode_speed_up=decode_speed_up,
+        same_text=same,
+    )
+
+
+def _times(sample: Sample) -> tuple[float, float, float, float]:
+    """(tokens, seconds, tokens after the prefill's, seconds after the prefill) of one batch."""
+    tokens, seconds = sum(map(len, sample.tokens)), statistics.median(sample.seconds)
+    after = sum(max(0, len(row) - 1) for row in sample.tokens)
+    # Noise can make the prefill alone slower than the whole call of a row that ends at once.
+    return tokens, seconds, after, max(0.0, seconds - sample.first_token_seconds)
+
+
+def _cycle_seconds(samples: Sequence[Sample]) -> float | None:
+    """Seconds per pass of the decode loop, which runs as often as the longest row of a batch needs; None when it never ran."""
+    passes = sum(max(map(len, sample.accept_lengths)) for sample in samples)
+    return sum(_times(sample)[3] for sample in samples) / passes if passes else None
+
+
+def _rate(sums: np.ndarray) -> np.ndarray:
+    return _ratio(sums[..., 0], sums[..., 1])
+
+
+def _decode_rate(sums: np.ndarray) -> np.ndarray:
+    return _ratio(sums[..., 2], sums[..., 3])
+
+
+def _ratio(a: Any, b: Any, empty: float = 0.0) -> np.ndarray:
+    """a / b, and `empty` where b is 0."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.where(b > 0, a / np.where(b > 0, b, 1.0), empty)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    devices = jax.devices()
+    return {
+        "backend": jax.default_backend(),
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
