@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -238,29 +239,38 @@ def test_heads_that_are_refused(config: dict[str, Any], message: str, folder: Pa
 # --- taps ---
 
 
-def powers_target(num_layers: int = 8) -> Target:
+@pytest.fixture(scope="module")
+def powers_target() -> Target:
     """Block k adds 10^k to every component: the state entering block k is the number written with k ones."""
-    config = dataclasses.replace(TARGET, num_layers=num_layers, mlp_bias=True)
-    target = Target(config)
+    target = Target(dataclasses.replace(TARGET, mlp_bias=True))
     values = {name: jnp.zeros(variable.get_value().shape) for name, variable in named_variables(target)}
-    return fill(target, values | {f"blocks.{k}.down_bias": jnp.full(8, 10.0**k) for k in range(num_layers)})
+    return fill(target, values | {f"blocks.{k}.down_bias": jnp.full(8, 10.0**k) for k in range(8)})
 
 
-@pytest.mark.parametrize("taps", [None, (0, 1, 7), (2, 3, 6)])
-def test_taps_are_stored_and_mean_the_state_entering_the_block(taps: tuple[int, ...] | None, tmp_path: Path):
-    target = powers_target()
-    folder = save_head(make_head(target=target.config, taps=taps), tmp_path / "head")
-    head = load_draft(folder, target)
-    assert head.config.taps == (taps or (2, 4, 5))
+@pytest.fixture(scope="module")
+def entering(powers_target: Target) -> np.ndarray:
+    """[8]: what forward gives for tap 0, 1, ... 7."""
 
     @jax.jit
     def features_of(target: Target) -> jax.Array:
         token = jnp.zeros((1, 1), jnp.int32)
-        return target_module.forward(target, token, token, jnp.ones((1, 1, 1), bool), taps=head.config.taps).features
+        return target_module.forward(target, token, token, jnp.ones((1, 1, 1), bool), taps=tuple(range(8))).features
 
-    features = np.asarray(features_of(target))
-    expected = [int("1" * k) if k else 0 for k in head.config.taps]
-    np.testing.assert_array_equal(features[0, 0].reshape(3, 8), np.array(expected, np.float32)[:, None] * np.ones(8, np.float32))
+    features = np.asarray(features_of(powers_target)).reshape(8, 8)
+    assert (features == features[:, :1]).all()
+    return features[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("taps", "numbers"), [(None, [11, 1111, 11111]), ((0, 1, 7), [0, 1, 1111111]), ((2, 3, 6), [11, 111, 111111]), ((7, 1), [1111111, 1])]
+)
+def test_taps_are_stored_and_mean_the_state_entering_the_block(
+    taps: tuple[int, ...] | None, numbers: list[int], powers_target: Target, entering: np.ndarray, tmp_path: Path
+):
+    folder = save_head(make_head(target=powers_target.config, taps=taps), tmp_path / "head")
+    head = load_draft(folder, powers_target)
+    assert head.config.taps == (taps or (2, 4, 5))
+    np.testing.assert_array_equal(entering[list(head.config.taps)], numbers)
 
 
 def test_a_head_without_stored_taps_gets_the_official_default_or_those_named(folder: Path):
@@ -346,6 +356,22 @@ def test_nothing_is_left_when_writing_fails(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="disk full"):
         save_head(make_head(), tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_overwrite_leaves_no_mixture(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """New weights beside the old configuration would load and be wrong: the folder must refuse instead."""
+    replace = os.replace
+
+    def fail_at_the_configuration(source: Path, destination: Path) -> None:
+        if Path(destination).name == "config.json":
+            raise OSError("power cut")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", fail_at_the_configuration)
+    with pytest.raises(OSError, match="power cut"):
+        save_head(make_head(rope=RopeConfig(theta=9.0)), folder, overwrite=True)
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+        load_head(folder, TARGET)
 
 
 def test_extra_config_is_kept_but_cannot_contradict(tmp_path: Path):
