@@ -27,9 +27,17 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+def tracked(*folders: str) -> list[str]:
+    """Files under version control, or all but caches where there is none."""
+    if (ROOT / ".git").exists():
+        return run("git", "ls-files", *folders).split()
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
 def test_every_program_is_a_command():
     """Each starts with a line that the installer replaces by its interpreter, and may be executed: pip keeps the file's mode."""
-    assert {path.relative_to(ROOT).as_posix() for folder in ("train", "infer") for path in (ROOT / folder).glob("*.py")} == set(SCRIPTS)
+    assert {path for path in tracked("train", "infer") if path.endswith(".py")} == set(SCRIPTS)
     for source, name in SCRIPTS.items():
         assert re.fullmatch(r"#!(/usr/bin/env python3|python)", (ROOT / source).read_text().split("\n")[0]), source
         assert os.access(ROOT / source, os.X_OK), f"{source} is not executable: git update-index --chmod=+x {source}"
@@ -50,14 +58,6 @@ def test_the_library_reads_no_environment():
     """But for one thing: where the user's cache folder is."""
     for path in set(ROOT.glob("eagle3_jax/**/*.py")) - {ROOT / "eagle3_jax" / "weights" / "builtin.py"}:
         assert not re.search(r"os\.environ(?!\.setdefault)|os\.getenv|environb", path.read_text()), path
-
-
-def tracked(*folders: str) -> list[str]:
-    """Files under version control, or all but caches where there is none."""
-    if (ROOT / ".git").exists():
-        return run("git", "ls-files", *folders).split()
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
 def test_the_readme_lists_every_file():
