@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
-from eagle3_jax.cache import Cache, append
+from eagle3_jax.cache import append
 from eagle3_jax.drafting import Draft, ScoreRule, grow
 from eagle3_jax.sampling import Sampling, choose, position_noise, position_uniforms
 from eagle3_jax.target import Target
@@ -50,7 +50,10 @@ class DecodeConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """prompts: int32 [B, T], padded right; lengths, limits: int32 [B], prompt tokens and most new tokens; stops: int32 [B, E], padded with -1."""
+    """prompts: int32 [B, T], padded right; lengths, limits: int32 [B], prompt tokens and most new tokens.
+
+    stops: int32 [B, E], padded with -1.
+    """
 
     prompts: jax.Array
     lengths: jax.Array
@@ -68,7 +71,8 @@ class DecodeState:
     features [B, C, A], tokens [B, C], count [B]: the last cycle's real features, each with the token after it, not yet in the draft cache.
     out: int32 [B, max_new + C] new tokens, of which n_out [B] count. pending: int32 [B], the last of them.
     accepted: int32 [B, max_new], tokens kept per cycle; cycles: int32 [B]. done, stopped: bool [B].
-    bad: int32 [B], the absolute position whose target logits were not finite, else -1. dead: bool [B], the draft gave a logit that is not finite.
+    bad: int32 [B], the absolute position whose target logits were not finite, else -1.
+    dead: bool [B], the draft gave a logit that is not finite.
     trees: every cycle's drafted tree when recorded, [max_new, B, M] tokens and parents, else None.
     """
 
@@ -241,7 +245,7 @@ def _commit(
     out: target_model.TargetOutput,
     tree: DraftTree,
 ) -> DecodeState:
-    """Cuts the walked tokens at a stop id or the limit, and moves exactly the kept path into cache, output and the next cycle's features."""
+    """Cuts the walked tokens at a stop id or the limit; moves exactly the kept path into cache, output and the next features."""
     B, C = walked.tokens.shape
     step = jnp.arange(C, dtype=jnp.int32)[None, :]
     usable = jnp.where(walked.bad >= 0, walked.bad, walked.count)  # tokens chosen before any non-finite logits

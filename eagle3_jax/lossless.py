@@ -8,7 +8,7 @@ token stood at the edge of its top-k or top-p set by less than that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ import numpy as np
 
 from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
-from eagle3_jax.generate import Output, bucket
+from eagle3_jax.drafting import Draft
+from eagle3_jax.generate import Output, bucket, generate
 from eagle3_jax.sampling import Sampling, log_distribution, position_noise
 from eagle3_jax.target import Target
+from eagle3_jax.tree import Chain, Tree
 
 TIE = 1e-3
 
@@ -126,3 +128,70 @@ def _last_logits(target: Target, tokens_1T: jax.Array, length: jax.Array) -> jax
     T = tokens_1T.shape[1]
     out = target_model.forward(target, tokens_1T, jnp.arange(T, dtype=jnp.int32)[None], causal_mask(T))
     return target_model.logits(target, jax.lax.dynamic_index_in_dim(out.hidden, length - 1, axis=1, keepdims=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to decode a set of prompts: a tree, a batch size and sampling settings (row i of the set uses seed + i)."""
+
+    tree: Chain | Tree
+    batch: int = 1
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """A line that names the case, the same in every run."""
+        size = self.tree if isinstance(self.tree, Tree) else f"Chain({self.tree.length})"
+        return f"{size} batch={self.batch} T={self.temperature:g} top_k={self.top_k} top_p={self.top_p:g} seed={self.seed}"
+
+    @property
+    def sampling(self) -> tuple[float, int, float, int]:
+        """What the plain run depends on."""
+        return self.temperature, self.top_k, self.top_p, self.seed
+
+
+def sweep(
+    target: Target, draft: Draft, prompts: Sequence[Sequence[int]], cases: Sequence[Case], max_new_tokens: int
+) -> Iterator[tuple[Case, Report, float]]:
+    """(case, report, acceptance length) for every case: each row of its batch against the same prompt decoded plainly and alone.
+
+    Prompts are taken shortest first, so that a batch shares a shape; a set that the batch does not divide repeats its last prompt.
+    Stop ids are the target's own. Row numbers in the reports count prompts in the given order.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    plain: dict[tuple[float, int, float, int], dict[int, Output]] = {}
+    for case in cases:
+        reference = plain.setdefault(case.sampling, {})
+        positions, found, kept, cycles = 0, [], 0, 0
+        for start in range(0, len(order), case.batch):
+            rows = order[start : start + case.batch]
+            padded = rows + rows[-1:] * (case.batch - len(rows))
+
+            def decode(which: list[int], draft: Draft | None, case: Case = case) -> Output:
+                return generate(
+                    target,
+                    draft,
+                    [prompts[i] for i in which],
+                    max_new_tokens,
+                    case.temperature,
+                    case.top_k,
+                    case.top_p,
+                    [case.seed + i for i in which],
+                    case.tree,
+                )
+
+            for i in rows:
+                if i not in reference:
+                    reference[i] = decode([i], None)
+            output = decode(padded, draft)
+            for slot, i in enumerate(rows):
+                one = Output([output.tokens[slot]], [output.finish_reasons[slot]], [output.accept_lengths[slot]])
+                kept, cycles = kept + sum(one.accept_lengths[0]), cycles + len(one.accept_lengths[0])
+                settings = Settings(case.temperature, case.top_k, case.top_p, case.seed + i)
+                report = compare(target, [prompts[i]], reference[i], one, [settings])
+                positions += report.positions
+                found += [dataclasses.replace(d, row=i) for d in report.divergences]
+        yield case, Report(positions, found), kept / cycles if cycles else 1.0

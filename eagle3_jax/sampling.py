@@ -55,7 +55,7 @@ def choose(logits_BV: jax.Array, noise_BV: jax.Array | None, sampling: Sampling)
 
 
 def argmax(x: jax.Array) -> jax.Array:
-    """int32 index of the largest value of the last axis, the lowest on ties: a max and a min, several times faster than jnp.argmax on CPU."""
+    """int32 index of the last axis's largest value, the lowest on ties: a max and a min, far faster than jnp.argmax on CPU."""
     peak = jnp.max(x, axis=-1, keepdims=True)
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     return jnp.min(jnp.where(x == peak, ids, jnp.int32(x.shape[-1] - 1)), axis=-1)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """nodes: tree size, the root (the pending token) included; depth: levels of drafted tokens; width: candidates per node and frontier size.
+    """nodes: tree size, the root (the pending token) included; depth: levels of drafted tokens.
+
+    width: candidates per node, and frontier size.
 
     Raises ValueError for a tree that cannot be filled: more nodes than the pool holds, or fewer than 2.
     """
@@ -69,7 +71,7 @@ class Chain:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Scored candidates: tokens int32, scores float32 (summed log-probabilities, <= 0), parents int32 (pool index, -1 the root), each [B, P]."""
+    """Scored candidates, each [B, P]: tokens int32, scores float32 (summed log-probabilities, <= 0), parents int32 (-1 the root)."""
 
     tokens: jax.Array
     scores: jax.Array
@@ -79,7 +81,7 @@ class Pool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftTree:
-    """One tree per row: tokens, parents (the root's own is 0), depths, each int32 [B, M]; mask bool [B, M, M], True on ancestors and self."""
+    """One tree per row: tokens, parents (the root's own is 0), depths, each int32 [B, M]; mask bool [B, M, M], ancestors and self."""
 
     tokens: jax.Array
     parents: jax.Array

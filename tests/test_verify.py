@@ -1,14 +1,16 @@
 """Verification rules: recorded decisions of the official code, and the law of the first and second token of every rule."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_sampling import assert_law, oracle
 
 from eagle3_jax.sampling import Sampling, position_noise, position_uniforms
 from eagle3_jax.tree import DraftTree, ancestor_mask
 from eagle3_jax.verify import accept_one, coupled, rejection, siblings, walk
-from test_sampling import assert_law, oracle
 
 
 def make_tree(tokens, parents, batch=1):
@@ -165,12 +167,15 @@ def test_recorded_decisions_of_the_official_code(golden):
     cases = sorted({name[: -len("uniforms")] for name in data.files if name.endswith("_uniforms")})
     assert cases
     for case in cases:
-        get = {k: data[case + k] for k in ("node_target_logits", "draft_tokens", "retrieve_indices", "uniforms", "used", "accept_length", "sample_p")}
+        get = {
+            k: data[case + k]
+            for k in ("node_target_logits", "draft_tokens", "retrieve_indices", "uniforms", "used", "accept_length", "sample_p")
+        }
         temperature = float(case.rsplit("_T", 1)[1].strip("_"))
         retrieve = get["retrieve_indices"]
         parents = np.zeros(len(get["draft_tokens"]), np.int32)
         for row in retrieve:
-            for a, b in zip(row[:-1], row[1:], strict=True):
+            for a, b in itertools.pairwise(row):
                 if b >= 0:
                     parents[b] = a
         probs = np.stack([oracle(row, temperature, 0, 1.0) for row in get["node_target_logits"]]).astype(np.float32)
@@ -178,7 +183,11 @@ def test_recorded_decisions_of_the_official_code(golden):
             node, drawn, accepted, p = 0, 0, 0, jnp.asarray(probs[0][None])
             while True:
                 for child in [m for m in range(1, len(parents)) if parents[m] == node]:
-                    stands, left = accept_one(p, jnp.asarray([int(get["draft_tokens"][child])]), jnp.asarray(get["uniforms"][trial, drawn : drawn + 1], jnp.float32))
+                    stands, left = accept_one(
+                        p,
+                        jnp.asarray([int(get["draft_tokens"][child])]),
+                        jnp.asarray(get["uniforms"][trial, drawn : drawn + 1], jnp.float32),
+                    )
                     drawn += 1
                     if bool(stands[0]):
                         node, accepted, p = child, accepted + 1, jnp.asarray(probs[child][None])
