@@ -12,9 +12,9 @@ from eagle3_jax.config import RopeConfig
 
 
 def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., I] @ w [I, O] (+ bias [O]) in x's dtype. float32 means float32: accelerators must not round it to TF32 or bfloat16."""
-    y = jnp.matmul(x, w, precision=precision(x.dtype))
-    return y if bias is None else y + _align(bias, y.ndim)
+    """x [..., I] times w [I, ...O] (+ bias [...O]) in x's dtype. float32 means float32: accelerators must not round it to TF32."""
+    y = jnp.tensordot(x, w, axes=1, precision=precision(x.dtype))
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
 def precision(dtype: jnp.dtype) -> jax.lax.Precision:

@@ -16,28 +16,27 @@ from eagle3_jax.params import param
 
 
 class TargetBlock(nnx.Module):
-    """One decoder block's parameters. Weights are [in, out], the transpose of the checkpoint's."""
+    """One decoder block's parameters. Weights are [in, ..., out], the transpose of the checkpoint's.
+
+    Products that read the same input are one product: a pass of few tokens costs what its weights cost to read, and fewer,
+    larger reads are faster (SmolLM2, one token, 2-core CPU: 15.5 ms against 19). qkv is laid out by kv head, its G query heads
+    first, then k, then v, so that it shards over kv heads without a shuffle.
+    """
 
     def __init__(self, config: TargetConfig):
         D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-        q_width, kv_width = config.num_heads * H, config.num_kv_heads * H
+        K, slots = config.num_kv_heads, config.num_heads // config.num_kv_heads + 2
         self.attention_norm = param((D,), ("norm",), "ones")
-        self.q = param((D, q_width), ("embed", "heads"))
-        self.k = param((D, kv_width), ("embed", "kv_heads"))
-        self.v = param((D, kv_width), ("embed", "kv_heads"))
-        self.o = param((q_width, D), ("heads", "embed"))
+        self.qkv = param((D, K, slots, H), ("embed", "kv_heads", None, None))
+        self.o = param((config.num_heads * H, D), ("heads", "embed"))
         self.mlp_norm = param((D,), ("norm",), "ones")
-        self.gate = param((D, F), ("embed", "mlp"))
-        self.up = param((D, F), ("embed", "mlp"))
+        self.gate_up = param((D, 2, F), ("embed", None, "mlp"))
         self.down = param((F, D), ("mlp", "embed"))
         if config.attention_bias:
-            self.q_bias = param((q_width,), ("heads",), "zeros")
-            self.k_bias = param((kv_width,), ("kv_heads",), "zeros")
-            self.v_bias = param((kv_width,), ("kv_heads",), "zeros")
+            self.qkv_bias = param((K, slots, H), ("kv_heads", None, None), "zeros")
             self.o_bias = param((D,), ("norm",), "zeros")
         if config.mlp_bias:
-            self.gate_bias = param((F,), ("mlp",), "zeros")
-            self.up_bias = param((F,), ("mlp",), "zeros")
+            self.gate_up_bias = param((2, F), (None, "mlp"), "zeros")
             self.down_bias = param((D,), ("norm",), "zeros")
 
 
@@ -97,9 +96,9 @@ def forward(
         if i in taps:
             features[i] = x
         u = rms_norm(x, block.attention_norm[...], c.rms_norm_eps)
-        q = rotate(_project(block, "q", u).reshape(B, T, c.num_heads, c.head_dim), cos_sin)
-        k = rotate(_project(block, "k", u).reshape(B, T, c.num_kv_heads, c.head_dim), cos_sin)
-        v = _project(block, "v", u).reshape(B, T, c.num_kv_heads, c.head_dim)
+        qkv = _project(block, "qkv", u)
+        q = rotate(qkv[..., :-2, :].reshape(B, T, c.num_heads, c.head_dim), cos_sin)
+        k, v = rotate(qkv[..., -2, :], cos_sin), qkv[..., -1, :]
         kv.append((k, v))
         if mask_BTT is None:
             attended = attend_causal(q, k, v)
@@ -107,7 +106,8 @@ def forward(
             attended = attend(q, k, v, mask_BTT, None if cache is None else (cache.k[i], cache.v[i], cache.lengths))
         x = x + _project(block, "o", attended.reshape(B, T, -1))
         u = rms_norm(x, block.mlp_norm[...], c.rms_norm_eps)
-        x = x + _project(block, "down", swiglu(_project(block, "gate", u), _project(block, "up", u)))
+        gate_up = _project(block, "gate_up", u)
+        x = x + _project(block, "down", swiglu(gate_up[..., 0, :], gate_up[..., 1, :]))
     hidden = rms_norm(x, target.norm[...], c.rms_norm_eps)
     tapped = jnp.concatenate([features[k] for k in taps], axis=-1) if taps else jnp.zeros((B, T, 0), x.dtype)
     return TargetOutput(hidden, tapped, kv)
@@ -117,6 +117,18 @@ def logits(target: Target, hidden: jax.Array) -> jax.Array:
     """float32 [..., V] from the normed hidden states [..., D]."""
     weight = target.embed[...].T if target.config.tie_embeddings else target.head[...]
     return linear(hidden, weight).astype(jnp.float32)
+
+
+def parts(config: TargetConfig) -> dict[str, tuple[str, tuple, tuple[int, ...]]]:
+    """Where a checkpoint's separate projections live: name -> (parameter, index into it, shape there), without the input axis."""
+    K, G, H, F = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim, config.intermediate_size
+    return {
+        "q": ("qkv", (slice(None), slice(0, G)), (K, G, H)),
+        "k": ("qkv", (slice(None), G), (K, H)),
+        "v": ("qkv", (slice(None), G + 1), (K, H)),
+        "gate": ("gate_up", (0,), (F,)),
+        "up": ("gate_up", (1,), (F,)),
+    }
 
 
 def _project(block: TargetBlock, name: str, x: jax.Array) -> jax.Array:

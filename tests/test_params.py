@@ -38,11 +38,11 @@ def test_fill_names_what_is_wrong():
     filled = fill(module, values)
     assert filled.blocks[3].down[...].shape == (16, 8)
     assert isinstance(module.embed.get_value(), jax.ShapeDtypeStruct), "the abstract module itself stays abstract"
-    missing = {name: value for name, value in values.items() if name != "blocks.2.q"}
-    with pytest.raises(ValueError, match=r"missing \['blocks\.2\.q'\]"):
+    missing = {name: value for name, value in values.items() if name != "blocks.2.qkv"}
+    with pytest.raises(ValueError, match=r"missing \['blocks\.2\.qkv'\]"):
         fill(module, missing)
-    with pytest.raises(ValueError, match=r"unexpected \['blocks\.9\.q'\]"):
-        fill(module, {**values, "blocks.9.q": np.zeros(1)})
+    with pytest.raises(ValueError, match=r"unexpected \['blocks\.9\.qkv'\]"):
+        fill(module, {**values, "blocks.9.qkv": np.zeros(1)})
     with pytest.raises(ValueError, match=r"norm: shape \(9,\), expected \(8,\)"):
         fill(module, {**values, "norm": np.zeros(9)})
 

@@ -59,7 +59,7 @@ def test_storage_types(kind: Kind, error: float, tmp_path: Path):
     for key, got in (
         ("model.embed_tokens.weight", target.embed[...]),
         ("lm_head.weight", target.head[...].T),
-        ("model.layers.1.self_attn.q_proj.weight", target.blocks[1].q[...].T),
+        ("model.layers.1.mlp.up_proj.weight", target.blocks[1].gate_up[:, 1].T),
         ("model.layers.0.mlp.down_proj.weight", target.blocks[0].down[...].T),
     ):
         difference = np.abs(np.asarray(got) - tensors[key]).max()

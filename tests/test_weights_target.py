@@ -59,7 +59,7 @@ def test_weights_are_transposed_and_the_tied_head_is_absent(tmp_path: Path):
     case = "biases_one_kv_head_tied"
     tensors, target = tensors_of(config_of(case)), load_target(folder_of(tmp_path, case))
     np.testing.assert_array_equal(target.embed[...], tensors["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(target.blocks[1].k[...], tensors["model.layers.1.self_attn.k_proj.weight"].T)
+    np.testing.assert_array_equal(target.blocks[1].qkv[:, 0, -2], tensors["model.layers.1.self_attn.k_proj.weight"].T)
     np.testing.assert_array_equal(target.blocks[1].down_bias[...], tensors["model.layers.1.mlp.down_proj.bias"])
     assert not hasattr(target, "head")
 

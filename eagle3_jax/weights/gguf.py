@@ -12,8 +12,8 @@ from gguf.quants import dequantize
 
 from eagle3_jax.config import RopeConfig, TargetConfig
 from eagle3_jax.layers import inverse_frequencies
-from eagle3_jax.target import Target
-from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
+from eagle3_jax.target import Target, parts
+from eagle3_jax.weights.table import Row, WeightsError, check_keys, projection_rows, read_rows
 
 QUANTIZATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q6_K")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -117,8 +117,8 @@ def gguf_rows(config: TargetConfig) -> list[Row]:
     for i in range(config.num_layers):
         rows += [Row(f"blk.{i}.{key}.weight", f"blocks.{i}.{path}") for key, path in norms.items()]
         for names, bias in ((attention, config.attention_bias), (mlp, config.mlp_bias)):
-            rows += [Row(f"blk.{i}.{key}.weight", f"blocks.{i}.{path}", transpose=True) for key, path in names.items()]
-            rows += [Row(f"blk.{i}.{key}.bias", f"blocks.{i}.{path}_bias") for key, path in names.items() if bias]
+            for key, name in names.items():
+                rows += projection_rows(f"blk.{i}.{key}", name, f"blocks.{i}", parts(config), bias)
     return rows
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import ConfigError, TargetConfig, read_json, token_ids
-from eagle3_jax.target import Target
-from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
+from eagle3_jax.target import Target, parts
+from eagle3_jax.weights.table import Row, WeightsError, check_keys, projection_rows, read_rows
 from eagle3_jax.weights.tensor_files import TensorFiles
 
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
@@ -29,8 +29,8 @@ def hf_rows(config: TargetConfig) -> list[Row]:
     for i in range(config.num_layers):
         rows += [Row(f"model.layers.{i}.{key}.weight", f"blocks.{i}.{path}") for key, path in NORMS.items()]
         for names, bias in ((ATTENTION, config.attention_bias), (MLP, config.mlp_bias)):
-            rows += [Row(f"model.layers.{i}.{key}.weight", f"blocks.{i}.{path}", transpose=True) for key, path in names.items()]
-            rows += [Row(f"model.layers.{i}.{key}.bias", f"blocks.{i}.{path}_bias") for key, path in names.items() if bias]
+            for key, name in names.items():
+                rows += projection_rows(f"model.layers.{i}.{key}", name, f"blocks.{i}", parts(config), bias)
     return rows
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -24,11 +26,26 @@ class WeightsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """`key` is the tensor's name in the file, `path` the dotted path in our module; `transpose` turns [out, in] into [in, out]."""
+    """`key` is the tensor's name in the file, `path` the dotted path in our module; `transpose` turns [out, in] into [in, out].
+
+    A tensor that is one part of a parameter names where it goes: `index` into the parameter without its input axis, and the
+    `shape` of its output axes there.
+    """
 
     key: str
     path: str
     transpose: bool = False
+    index: tuple[Any, ...] | None = None
+    shape: tuple[int, ...] = ()
+
+
+def projection_rows(prefix: str, name: str, path: str, parts: Mapping[str, tuple[str, tuple, tuple[int, ...]]], bias: bool) -> list[Row]:
+    """The weight of one projection, and its bias if it has one: `prefix`.weight and .bias to `path`.`name`, or to what it is part of."""
+    kinds = (("weight", "", True), ("bias", "_bias", False)) if bias else (("weight", "", True),)
+    if name not in parts:
+        return [Row(f"{prefix}.{kind}", f"{path}.{name}{suffix}", transpose) for kind, suffix, transpose in kinds]
+    whole, index, shape = parts[name]
+    return [Row(f"{prefix}.{kind}", f"{path}.{whole}{suffix}", transpose, index, shape) for kind, suffix, transpose in kinds]
 
 
 def compute_dtype(name: Any) -> np.dtype:
@@ -64,15 +81,28 @@ def read_rows(
     """
     shapes = {path: tuple(variable.get_value().shape) for path, variable in named_variables(module)}
     values: dict[str, Any] = dict(given or {})
-    for row in rows:
+    table = list(rows)
+    waiting = collections.Counter(row.path for row in table)
+    for row in table:
         array = read(row.key)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise WeightsError(f"{where(row.key)}: tensor {row.key!r} has dtype {array.dtype}, expected a floating-point type")
-        want = shapes[row.path][::-1] if row.transpose else shapes[row.path]
+        whole = shapes[row.path]
+        inputs = whole[:1] if row.transpose else ()
+        ours = whole if row.index is None else (*inputs, math.prod(row.shape))
+        want = ours[::-1] if row.transpose else ours
         if tuple(array.shape) != want:
             raise WeightsError(f"{where(row.key)}: tensor {row.key!r} has shape {tuple(array.shape)}, expected {want}")
-        # np.array always copies: JAX may adopt the buffer, which must not be the mapped file.
-        values[row.path] = jnp.asarray(np.array(array.T if row.transpose else array, dtype=dtype, order="C"))
+        array = array.T if row.transpose else array
+        waiting[row.path] -= 1
+        if row.index is None:
+            # np.array always copies: JAX may adopt the buffer, which must not be the mapped file.
+            values[row.path] = jnp.asarray(np.array(array, dtype=dtype, order="C"))
+            continue
+        buffer = values.setdefault(row.path, np.empty(whole, dtype))
+        buffer[(slice(None),) * len(inputs) + row.index] = array.reshape(*inputs, *row.shape)
+        if not waiting[row.path]:
+            values[row.path] = jnp.asarray(buffer)
     return fill(module, values)
 
 
