@@ -182,7 +182,9 @@ def open_cache(folder: str | Path, expected: dict[str, Any] | None = None, parti
         check_identity(folder, manifest["identity"], expected)
     cache = FeatureCache(folder, manifest)
     if not cache.complete and not partial_ok:
-        raise CacheError(f"{folder}: unfinished, {len(cache)} of {manifest['identity']['examples']} examples; run the extraction again to finish it")
+        raise CacheError(
+            f"{folder}: unfinished, {len(cache)} of {manifest['identity']['examples']} examples; run the extraction again to finish it"
+        )
     return cache
 
 
@@ -209,7 +211,7 @@ def write_cache(
     """Runs the target over every example of `selection`, in its order, and returns the finished cache.
 
     Finished shards of an earlier run of the same identity are kept; one of another identity raises CacheError.
-    batch_tokens: tokens of one pass, padding included. say: told the byte budget before the first pass. progress: told tokens as they finish.
+    batch_tokens: tokens of one pass, padding included. say: told the byte budget beforehand. progress: told tokens as they finish.
     """
     folder = Path(folder)
     wanted = identity(target, taps, selection, max_tokens)

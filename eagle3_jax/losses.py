@@ -13,7 +13,7 @@ from eagle3_jax.layers import linear
 
 
 def cross_entropy(teacher: jax.Array, draft: jax.Array) -> jax.Array:
-    """Soft cross-entropy -sum_u p log q per row, p = softmax(teacher) and q = softmax(draft); float32 logits [..., U]."""
+    """Soft cross-entropy -sum_u p log q per row, p = softmax(teacher) and q = softmax(draft); float32 logits [..., U] that broadcast."""
     return -jnp.sum(jax.nn.softmax(teacher, axis=-1) * jax.nn.log_softmax(draft, axis=-1), axis=-1)
 
 
@@ -48,7 +48,7 @@ def head_loss(
     Row r has one teacher, `teacher[r] @ teacher_head` (frozen), and J drafts, `normed[s, r] @ head`.
     label: the teacher's argmax as a draft id, -1 when it is outside the draft vocabulary (never correct).
     """
-    J, R, D = normed_JRD.shape
+    R = label_R.shape[0]
     chunk = min(chunk, R)
     pad = -R % chunk
     total, results = _head_loss(
@@ -69,7 +69,7 @@ def _chunk_loss(name: str, normed_JrD, head_DU, teacher_rE, teacher_head_EU, wei
     J, r, D = normed_JrD.shape
     draft = linear(normed_JrD.reshape(J * r, D), head_DU).astype(jnp.float32).reshape(J, r, -1)
     teacher = jax.lax.stop_gradient(linear(teacher_rE.astype(head_DU.dtype), teacher_head_EU).astype(jnp.float32))
-    loss = ROW_LOSSES[name](jnp.broadcast_to(teacher[None], draft.shape), draft)
+    loss = ROW_LOSSES[name](teacher[None], draft)
     ids = jax.lax.broadcasted_iota(jnp.int32, draft.shape, 2)
     still = jax.lax.stop_gradient(draft)
     best = jnp.min(jnp.where(still == jnp.max(still, axis=-1, keepdims=True), ids, draft.shape[-1]), axis=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from eagle3_jax.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, divisors, sc
 
 Params = dict[str, jax.Array]
 """Trained parameters by name, float32."""
+
+OPTIMIZERS = ("adamw", "muon")
 
 ORTHOGONAL = ("fc", "q", "k", "v", "o", "gate", "up", "down")
 """Matrices that the "muon" optimizer updates with orthogonalised momentum; norms and the output head stay with AdamW."""
@@ -55,8 +57,8 @@ class TrainConfig:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         if self.row_slots > self.row_tokens:
             raise ValueError(f"row_slots {self.row_slots} exceeds row_tokens {self.row_tokens}")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ValueError(f"optimizer {self.optimizer!r} is unknown (known: adamw, muon)")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer!r} is unknown (known: {', '.join(OPTIMIZERS)})")
         if not self.peak_lr > 0 or not self.clip > 0 or not 0 <= self.floor <= 1:
             raise ValueError("peak_lr and clip must be positive and floor must lie in 0..1")
         if self.warmup + (self.decay or 0) > self.steps:
@@ -106,7 +108,7 @@ def is_trained(name: str, recipe: Recipe) -> bool:
 
 
 def split(draft: Eagle3Draft, recipe: Recipe) -> tuple[Params, dict[str, jax.Array]]:
-    """(trained parameters in float32, all other variables) by name. The parameters are copies: a donated step must not take the module's."""
+    """(trained parameters in float32, all other variables) by name. The first are copies: a donated step must not take the module's."""
     values = {name: variable.get_value() for name, variable in named_variables(draft)}
     trained = {name: jnp.array(value, jnp.float32, copy=True) for name, value in values.items() if is_trained(name, recipe)}
     return trained, {name: value for name, value in values.items() if name not in trained}
@@ -167,9 +169,11 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """One update. `state` is donated: use only the returned one."""
     total, metrics, grads = loss_and_gradient(draft_config, config, state.params, fixed, batch)
-    updates, opt_state = make_optimizer(config).update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    norm, rate = optax.global_norm(grads), config.learning_rate(state.step)
+    # Optax mixes types and ranks (decay ** count); a caller's strict promotion rules are for this library's own code.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates, opt_state = make_optimizer(config).update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+    norm, rate = optax.tree.norm(grads), config.learning_rate(state.step)
     return TrainState(params, opt_state, state.step + 1), StepMetrics(total, metrics, norm, rate)
 
 
@@ -197,6 +201,3 @@ def evaluate(draft_config: DraftConfig, recipe: Recipe, params: Params, fixed: F
         slots, correct, survived = slots + metrics.slots, correct + metrics.correct, survived + metrics.survived
     count = jnp.maximum(jnp.asarray(slots), 1)
     return Evaluation(*([float(x) for x in jnp.atleast_1d(jnp.asarray(total) / count)] for total in (loss, correct, survived)))
-
-
-Callback = Callable[[int, StepMetrics], None]

@@ -185,11 +185,13 @@ def ttt_loss(
     # at slot slots[c] - s, which is entry c - s because scored slots come in runs.
     drafts = jnp.stack([_delay(normed[s], s) for s in range(J)])
     masks_JBC = jnp.stack([pick(masks_JBT[s]) & present_BC for s in range(J)])
-    same = [(_delay(batch.slots + 1, s) == batch.slots + 1 - s) & (_delay(pick(batch.segments), s) == pick(batch.segments)) for s in range(J)]
-    rows_JBC = jnp.stack([_delay(masks_JBC[s], s) & same[s] & present_BC for s in range(J)])
+    segment_BC = pick(batch.segments)
+    neighbour = lambda s: (_delay(batch.slots + 1, s) == batch.slots + 1 - s) & (_delay(segment_BC, s) == segment_BC)  # noqa: E731
+    rows_JBC = jnp.stack([_delay(masks_JBC[s], s) & neighbour(s) & present_BC for s in range(J)])
     teacher = pick(_follow(batch.hidden, batch.segments))
     argmax = pick(shift(batch.argmax, 1, batch.segments))
-    to_draft = jnp.full((draft.config.vocab_size,), -1, jnp.int32).at[draft.d2t[...]].set(jnp.arange(draft.config.draft_vocab_size, dtype=jnp.int32))
+    kept = draft.d2t[...]
+    to_draft = jnp.full((draft.config.vocab_size,), -1, jnp.int32).at[kept].set(jnp.arange(len(kept), dtype=jnp.int32))
     label = jnp.where(argmax >= 0, to_draft[jnp.maximum(argmax, 0)], -1)
     trained = rows_JBC & (label >= 0)[None] if recipe.in_vocabulary else rows_JBC
     per_row = jnp.asarray(recipe.weights()) / divisors_J

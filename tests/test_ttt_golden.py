@@ -104,7 +104,11 @@ def run(case: Case, batch: Batch, rule: Recipe) -> tuple[float, Metrics, dict[st
         return ttt_loss(nnx.merge(graph, params, rest), case.frozen, batch, rule)
 
     (total, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-    return float(total), jax.tree.map(np.asarray, metrics), {str(path[0]): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
+    return (
+        float(total),
+        jax.tree.map(np.asarray, metrics),
+        {str(path[0]): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)},
+    )
 
 
 @pytest.mark.parametrize("gather", [False, True])

@@ -1,0 +1,95 @@
+"""Where training's numbers go: a bar on a terminal, lines in a log, JSON lines in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from eagle3_jax.trainer import Evaluation, StepMetrics
+
+
+class Reporter:
+    """Takes the metrics of finished updates. `every`: updates per log line. Metrics are read when the next update is already under way."""
+
+    def __init__(self, total_steps: int, first_step: int = 0, jsonl: str | Path | None = None, every: int = 10):
+        self._file = open(jsonl, "a", encoding="utf-8") if jsonl is not None else None  # noqa: SIM115
+        self._every = every
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=not self._terminal)
+        self._total, self._first = total_steps, first_step
+        self._begin = self._last = time.perf_counter()
+        self._pending: tuple[int, int, StepMetrics] | None = None
+
+    def step(self, number: int, tokens: int, metrics: StepMetrics) -> None:
+        """Update `number` (1 is the first) was dispatched with `tokens` tokens; those of the one before are read and shown."""
+        previous, self._pending = self._pending, (number, tokens, metrics)
+        if previous is not None:
+            self._show(*previous)
+
+    def flush(self) -> None:
+        """Reads and shows the last update."""
+        if self._pending is not None:
+            self._show(*self._pending)
+            self._pending = None
+
+    def _show(self, number: int, tokens: int, metrics: StepMetrics) -> None:
+        values = jax.device_get(metrics)
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        per_step = values.per_step
+        slots = per_step.slots.clip(1)
+        left = (now - self._begin) / max(1, number - self._first) * (self._total - number)
+        record = {
+            "step": number,
+            "loss": float(values.total),
+            "loss_per_step": [round(float(x), 5) for x in per_step.loss],
+            "accuracy": [round(float(x), 4) for x in per_step.correct / slots],
+            "survival": [round(float(x), 4) for x in per_step.survived / slots],
+            "slots": int(per_step.slots[0]),
+            "tokens": tokens,
+            "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
+            "learning_rate": float(values.learning_rate),
+            "gradient_norm": float(values.gradient_norm),
+        }
+        self.write(record)
+        line = (
+            f"loss {record['loss']:.3f} accuracy {' '.join(f'{x:.3f}' for x in record['accuracy'])} "
+            f"{record['tokens_per_second']:.0f} tokens/s"
+        )
+        self._bar.set_postfix_str(line, refresh=False)
+        self._bar.update(1)
+        if not self._terminal and (number % self._every == 0 or number == self._total):
+            print(f"step {number}/{self._total} {line} lr {record['learning_rate']:.2e}, {_duration(left)} left", flush=True)
+
+    def evaluation(self, number: int, result: Evaluation) -> None:
+        """Held-out numbers after update `number`."""
+        self.write({"step": number, "held_out": result._asdict()})
+        parts = (f"{name} {' '.join(f'{x:.4f}' for x in values)}" for name, values in result._asdict().items())
+        self.say(f"step {number} held out: {', '.join(parts)}")
+
+    def say(self, line: str) -> None:
+        """A line that does not disturb the bar."""
+        tqdm.write(line) if self._terminal else print(line, flush=True)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

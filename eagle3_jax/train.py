@@ -1,0 +1,165 @@
+"""A whole training run in one call: conversations in, a head in the official dialect out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from eagle3_jax import vocab
+from eagle3_jax.batches import BatchSource
+from eagle3_jax.checkpoint import CheckpointError, Checkpoints
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.data import Report, encode_all, load_prepared, order, read_records
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.features import Selection, identity, open_cache, select, write_cache
+from eagle3_jax.fit import fit
+from eagle3_jax.params import initialize
+from eagle3_jax.reporting import Reporter
+from eagle3_jax.target import Target
+from eagle3_jax.tokenizer import load_tokenizer
+from eagle3_jax.trainer import TrainConfig
+from eagle3_jax.ttt import Frozen
+from eagle3_jax.weights import load_target, save_head
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainJob:
+    """Where a run reads and writes, and what it does around the training proper.
+
+    target: folder, hub id, .gguf file or built-in name. data: prepared data (a folder) or conversations (a file). out: folder of the run:
+    `features`, `held_out`, `checkpoints`, `log.jsonl`, and `head`, the result. draft_vocab: U. taps: entering-block ids, None: the
+    default. max_tokens: longer examples are cut. hold_out: the last so many usable examples are never trained on. limit: examples read.
+    """
+
+    target: str
+    data: str
+    out: str
+    draft_vocab: int = 8192
+    taps: tuple[int, ...] | None = None
+    max_tokens: int = 640
+    hold_out: int = 64
+    limit: int | None = None
+    checkpoint_every: int = 200
+    evaluate_every: int = 100
+    keep: int = 2
+    resume: bool = False
+
+
+def train(job: TrainJob, config: TrainConfig) -> Path:
+    """Encodes, caches the target's features, trains, exports; returns the head's folder.
+
+    Every stage that an earlier run of the same job finished is taken over. Raises ValueError or OSError with a message for the user.
+    """
+    out = Path(job.out)
+    checkpoints_at = out / "checkpoints"
+    if not job.resume and checkpoints_at.is_dir() and any(checkpoints_at.iterdir()):
+        raise CheckpointError(f"{checkpoints_at}: holds a run already; continue it with --resume, or name another --out")
+    target = load_target(job.target)
+    draft_config = DraftConfig.for_target(target.config, job.draft_vocab, job.taps)
+    training, held_out = select_examples(job, config)
+    kept = draft_vocabulary(training, target.config.vocab_size, job.draft_vocab)
+    folders = {"features": training, "held_out": held_out}
+    for name, chosen in folders.items():
+        if chosen.examples:
+            cache_features(target, draft_config.taps, chosen, out / name, job.max_tokens)
+    make = partial(batch_source, config=config)
+    reporter = Reporter(config.steps, jsonl=out / "log.jsonl")
+    about = {
+        "train": dataclasses.asdict(config),
+        "draft": dataclasses.asdict(draft_config),
+        "vocabulary": hashlib.sha256(kept.tobytes()).hexdigest(),
+        "features": identity(target, draft_config.taps, training, job.max_tokens),
+    }
+    checkpoints = Checkpoints(checkpoints_at, about, job.keep)
+    try:
+        trained = fit(
+            fresh_draft(draft_config, kept, config.seed),
+            frozen_tables(target, kept),
+            make(out / "features"),
+            config,
+            reporter=reporter,
+            checkpoints=checkpoints,
+            checkpoint_every=job.checkpoint_every,
+            held_out=make(out / "held_out").once if held_out.examples else None,
+            evaluate_every=job.evaluate_every,
+            resume=job.resume,
+        )
+    finally:
+        reporter.close()
+        checkpoints.close()
+    return save_head(trained, out / "head", overwrite=True)
+
+
+def select_examples(job: TrainJob, config: TrainConfig) -> tuple[Selection, Selection]:
+    """(training, held-out) examples: the last `hold_out` usable ones are held out, the others shuffled by the seed."""
+    if os.path.isdir(job.data):
+        examples: Sequence[Any] = list(load_prepared(job.data))[: job.limit]
+    else:
+        report = Report()
+        records = tqdm(read_records(job.data), desc="encoding", unit=" conversations", disable=None)
+        examples = list(encode_all(load_tokenizer(job.target), records, report))[: job.limit]
+        print(report, flush=True)
+    everything = select(examples, min(job.max_tokens, config.row_tokens))
+    usable = everything.examples
+    if len(usable) <= job.hold_out:
+        raise ValueError(f"{job.data}: {len(usable)} usable examples, no more than the {job.hold_out} held out")
+    cut = len(usable) - job.hold_out
+    shuffled = [usable[int(i)] for i in order(config.seed, 0, cut)]
+    return dataclasses.replace(everything, examples=shuffled), Selection(usable[cut:], 0, 0)
+
+
+def draft_vocabulary(training: Selection, vocab_size: int, size: int) -> np.ndarray:
+    """int32 [U], the target ids kept: the most frequent ones of the training responses."""
+    counts = vocab.count_tokens((_Labelled(*example) for example in training.examples), vocab_size)
+    kept = vocab.select_vocab(counts, size)
+    print(f"draft vocabulary: {size} of {vocab_size} tokens, {vocab.coverage(counts, kept):.2%} of the response tokens", flush=True)
+    return kept
+
+
+def cache_features(target: Target, taps: tuple[int, ...], chosen: Selection, folder: Path, max_tokens: int) -> None:
+    """`write_cache` with a bar."""
+    with tqdm(total=sum(len(ids) for ids, _ in chosen.examples), desc="features", unit=" tokens", disable=None) as bar:
+        write_cache(target, taps, chosen, folder, max_tokens=max_tokens, say=tqdm.write, progress=bar.update)
+
+
+def batch_source(folder: Path, config: TrainConfig) -> BatchSource:
+    """The batches of a finished cache in this configuration's shape."""
+    return BatchSource(
+        lambda: open_cache(folder),
+        config.recipe,
+        seed=config.seed,
+        rows=config.rows,
+        width=config.row_tokens,
+        slots=config.row_slots,
+        say=tqdm.write,
+    )
+
+
+def fresh_draft(config: DraftConfig, kept: np.ndarray, seed: int) -> Eagle3Draft:
+    """A head with random weights and the given vocabulary map."""
+    draft = initialize(Eagle3Draft(config), jax.random.key(seed))
+    draft.d2t[...] = jnp.asarray(kept, jnp.int32)
+    return draft
+
+
+def frozen_tables(target: Target, kept: np.ndarray) -> Frozen:
+    """The embedding table and the kept columns of the target's head."""
+    embed = target.embed[...]
+    head = embed[kept].T if target.config.tie_embeddings else target.head[...][:, kept]
+    return Frozen(embed, jnp.array(head))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Labelled:
+    ids: np.ndarray
+    response: np.ndarray
