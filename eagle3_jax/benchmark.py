@@ -122,10 +122,7 @@ def benchmark(
     for name, value in (("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name}: {value} must be an int >= 1")
-    modes: dict[str, Chain | Tree | None] = {PLAIN: None}
-    for tree in trees if draft is not None else ():
-        chosen = tree if tree is not None else default_tree(jax.default_backend())
-        modes[tree_name(chosen)] = chosen
+    modes = modes_of(draft, trees)
     options = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -155,6 +152,15 @@ def benchmark(
     return Benchmark(settings, machine(), summarise(samples, spent, confidence), samples)
 
 
+def modes_of(draft: Draft | None, trees: Sequence[Chain | Tree | None]) -> dict[str, Chain | Tree | None]:
+    """Ways of decoding by name: plain first, then every tree once, a size that suits the backend in the place of None."""
+    modes: dict[str, Chain | Tree | None] = {PLAIN: None}
+    for tree in trees if draft is not None else ():
+        chosen = tree if tree is not None else default_tree(jax.default_backend())
+        modes[tree_name(chosen)] = chosen
+    return modes
+
+
 class Programs:
     """The decode programs of one target and draft, compiled once per shape, warmed by a short call, the time kept apart per mode."""
 
@@ -163,8 +169,8 @@ class Programs:
         self.compile_seconds: dict[str, float] = {}
         self._compiled: dict[Any, Any] = {}
 
-    def get(self, mode: str, request: Request, config: DecodeConfig) -> Callable[[Request], Any]:
-        """A call that decodes a request of these shapes and waits for the result."""
+    def get(self, mode: str, request: Request, config: DecodeConfig, warm: bool = True) -> Callable[[Request], Any]:
+        """A call that decodes a request of these shapes and waits for the result. warm: a new program makes a short call first."""
         draft = self.draft if config.tree is not None else None
         key = (config, tuple(x.shape for x in jax.tree.leaves(request)))
         fresh = key not in self._compiled
@@ -177,7 +183,7 @@ class Programs:
         def call(request: Request) -> Any:
             return jax.block_until_ready(compiled(self.target, draft, request))
 
-        if fresh:
+        if fresh and warm:
             call(at_most(request, 4))  # the first call of a program also sets up threads and buffers
         return call
 
@@ -198,15 +204,18 @@ def measure(
 ) -> Iterator[Sample]:
     """One Sample per batch of prompts and mode. Within a batch the modes take turns, in an order that is reversed every time, so that
     neither a slow drift of the machine nor the place in the order favours one."""
-    turn = 0
+    units: list[tuple[list[int], dict[str, tuple[Request, DecodeConfig]]]] = []
     for start in range(0, len(prompts), batch):
         indices = list(range(start, min(start + batch, len(prompts))))
-        calls: dict[str, tuple[Callable[[Request], Any], Request]] = {}
+        rows, seeds = [prompts[i] for i in indices], [(seed + i) % 2**64 for i in indices]
+        prepared = {}
         for name, tree in modes.items():
             draft = None if tree is None else programs.draft
-            rows = [prompts[i] for i in indices]
-            request, config = prepare(programs.target, draft, rows, seed=[(seed + i) % 2**64 for i in indices], tree=tree, **options)
-            calls[name] = (programs.get(name, request, config), request)
+            prepared[name] = prepare(programs.target, draft, rows, seed=seeds, tree=tree, **options)
+        units.append((indices, prepared))
+    turn = 0
+    for indices, prepared in units:
+        calls = {name: (programs.get(name, request, config), request) for name, (request, config) in prepared.items()}
         seconds: dict[str, list[float]] = {name: [] for name in modes}
         first: dict[str, list[float]] = {name: [] for name in modes}
         outputs: dict[str, Output] = {}
