@@ -34,11 +34,17 @@ def attend(
     q = q_BTNH.reshape(B, T, K, group, H).transpose(0, 2, 3, 1, 4).reshape(B, K, group * T, H)
     q = q * jnp.asarray(H**-0.5, q.dtype)
 
+    # A key that is not finite must reach exactly the queries that read it: its scores become NaN, its value is taken out of the
+    # product, where a weight of zero would not stop it.
+    sound_BRK = jnp.all(jnp.isfinite(v_BRKH), axis=-1)
+    v_BRKH = jnp.where(sound_BRK[..., None], v_BRKH, 0)
+    flaw = jnp.where(sound_BRK.transpose(0, 2, 1)[:, :, None], 0.0, jnp.nan)
+
     def scores(product: jax.Array, mask: jax.Array) -> jax.Array:
         s = product.reshape(B, K, group, T, -1)
         return jnp.where(mask[:, None, None], s, MASKED)
 
-    own = scores(jnp.einsum("BKXH,BRKH->BKXR", q, k_BRKH, precision=exact, preferred_element_type=jnp.float32), mask_BTR)
+    own = scores(jnp.einsum("BKXH,BRKH->BKXR", q, k_BRKH, precision=exact, preferred_element_type=jnp.float32) + flaw, mask_BTR)
     peak = jnp.max(own, axis=-1, keepdims=True)
     old = v_cache = None
     if cached is not None:

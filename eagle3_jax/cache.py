@@ -59,10 +59,20 @@ def append(cache: Cache, new: list[BlockKV], rows_BC: jax.Array | None, count_B:
     return Cache(tuple(ks), tuple(vs), cache.lengths + count_B)
 
 
+UNROLLED_ROWS = 16
+"""Up to this many rows, one slice update each (XLA does them in place, fastest); beyond, one scatter, whose program does not grow."""
+
+
 def _write(buffer: jax.Array, values: jax.Array, starts_B: jax.Array, axis: int) -> jax.Array:
     """buffer[b, ..., starts[b]:starts[b]+C, ...] = values[b], `axis` counted without the batch."""
     values = values.astype(buffer.dtype)
     zero = jnp.zeros((), starts_B.dtype)
+    if buffer.shape[0] > UNROLLED_ROWS:
+
+        def one(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(row, new, [start if i == axis else zero for i in range(row.ndim)])
+
+        return jax.vmap(one)(buffer, values, starts_B)
     for b in range(buffer.shape[0]):
         starts = [jnp.full_like(zero, b)] + [zero] * (buffer.ndim - 1)
         starts[axis + 1] = starts_B[b]

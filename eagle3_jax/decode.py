@@ -17,7 +17,7 @@ from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import append
 from eagle3_jax.drafting import Draft, ScoreRule, grow
-from eagle3_jax.sampling import Sampling, choose, position_noise, position_uniforms
+from eagle3_jax.sampling import Sampling, argmax, choose, position_noise, position_uniforms
 from eagle3_jax.target import Target
 from eagle3_jax.tree import DraftTree, Tree, root_only, select
 from eagle3_jax.verify import Decide, Rule, Walk, coupled, rejection, siblings, walk
@@ -184,7 +184,8 @@ def _draft(
         # A chain sampled from q needs noise of its own: independent of the noise that decides.
         depth, U = config.tree.depth, ids.shape[0]
         rank_noise = jnp.stack([position_noise(sampling.seeds, base + 1 + i, U, stream=2) for i in range(depth)], axis=1)
-    elif noise_BCV is not None and config.coupled_draft:
+    elif noise_BCV is not None and config.rule == "coupled" and config.coupled_draft:
+        # Not for "siblings": it draws from what refused candidates leave, with noise that must know nothing of the candidates.
         rank_noise = noise_BCV[:, :, ids]
 
     levels: list[jax.Array] = []
@@ -230,7 +231,7 @@ def _decide(
     drafted = []
     for level in levels:
         raw = level[:, 0]
-        one_hot = (jnp.arange(raw.shape[-1], dtype=jnp.int32) == jax.lax.top_k(raw, 1)[1].astype(jnp.int32)).astype(jnp.float32)
+        one_hot = jax.nn.one_hot(argmax(raw), raw.shape[-1], dtype=jnp.float32)
         q = jnp.where(hot, jax.nn.softmax(raw / heat, axis=-1), one_hot)
         drafted.append(jnp.zeros((raw.shape[0], vocab_size), jnp.float32).at[:, draft.target_ids].set(q))
     return rejection(tree, sampling, noise_BCV, uniforms[:, :, 0], jnp.stack(drafted, axis=1))

@@ -75,7 +75,7 @@ def generate(
     tree: what to draft per cycle; None picks a size that suits the backend. eos_token_ids: a list for all rows, a list of lists
     (one per row), None for the target's own, [] for never.
     rule: how drafts are verified (see `eagle3_jax.verify`); "rejection" is for chains. coupled_draft: rank candidates with the
-    noise that will decide (temperature > 0); it changes the speed, never the tokens.
+    noise that will decide (temperature > 0, rule "coupled"); it changes the speed, never the tokens.
     max_new_tokens is clipped to the target's context.
 
     Raises ValueError naming the argument and row for anything unusable, before any work; NonFiniteLogitsError when the target
