@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -256,6 +257,9 @@ def check_writable(path: str | Path, suffix: str) -> None:
 
 def run_command(prog: str, main: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
     """Runs a command and returns its exit code: errors and warnings take one line on stderr each, unless --traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another, rather than failing
     warnings.showwarning = lambda message, *_: print(f"{prog}: warning: {message}", file=sys.stderr)
     try:
         main(args)

@@ -222,6 +222,8 @@ def compare(
             print(both_texts(models, a, b, fast.mode), end="\n\n")
         print(tables.comparison_table(plain, fast), end="\n\n")
         print(verdict(pairs))
+        if fast.speed_up is not None:
+            print(f"{fast.speed_up.value:.2f} times as fast as plain decoding")
     if args.show_tree is not None:
         drawn = []
         for start in range(0, len(rows), args.batch):
