@@ -108,7 +108,9 @@ def ttt_attend(
     return jnp.concatenate(parts, axis=1)
 
 
-def _ttt_block(q_BCNH: jax.Array, k0_BTKH: jax.Array, v0_BTKH: jax.Array, mask_BCT: jax.Array, later: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+def _ttt_block(
+    q_BCNH: jax.Array, k0_BTKH: jax.Array, v0_BTKH: jax.Array, mask_BCT: jax.Array, later: Sequence[tuple[jax.Array, jax.Array]]
+) -> jax.Array:
     B, C, N, H = q_BCNH.shape
     K = k0_BTKH.shape[2]
     exact = precision(q_BCNH.dtype)

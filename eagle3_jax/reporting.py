@@ -22,8 +22,10 @@ class Reporter:
         self._every = every
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=not self._terminal)
-        self._total, self._first = total_steps, first_step
-        self._begin = self._last = time.perf_counter()
+        self._total = total_steps
+        self._last = time.perf_counter()
+        # (number, time) of the first update shown: the time left is reckoned from there, without the compilation.
+        self._first: tuple[int, float] | None = None
         self._pending: tuple[int, int, StepMetrics] | None = None
 
     def step(self, number: int, tokens: int, metrics: StepMetrics) -> None:
@@ -44,7 +46,8 @@ class Reporter:
         seconds, self._last = now - self._last, now
         per_step = values.per_step
         slots = per_step.slots.clip(1)
-        left = (now - self._begin) / max(1, number - self._first) * (self._total - number)
+        self._first = self._first or (number, now)
+        left = (now - self._first[1]) / max(1, number - self._first[0]) * (self._total - number)
         record = {
             "step": number,
             "loss": float(values.total),

@@ -66,7 +66,7 @@ def make(
     )  # type: ignore[arg-type]
 
 
-def gather(batch: Batch, rule: Recipe, room: int = 12) -> Batch:
+def gather(batch: Batch, rule: Recipe, room: int = 14) -> Batch:
     """The same batch with queries only where a slot is scored."""
     wanted = scored(rule, batch.response, batch.segments, batch.valid).any(0)
     slots = np.full((len(wanted), room), -1, np.int32)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import argparse
 import sys
 
+from eagle3_jax.commands import Formatter, Parser, positive, run_command, use_compilation_cache
 from eagle3_jax.train import TrainJob, train
 from eagle3_jax.trainer import OPTIMIZERS, TrainConfig
 from eagle3_jax.ttt import RECIPES, recipe
 
+PROG = "eagle3-train"
 EXAMPLES = """examples:
   eagle3-train --target smollm2-135m --data responses.jsonl.gz --out run --steps 1500
   eagle3-train --target smollm2-135m --data responses.jsonl.gz --out run --steps 1500 --resume
@@ -18,15 +20,8 @@ EXAMPLES = """examples:
 """
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown where there are any, examples kept as written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="eagle3-train", description=__doc__, epilog=EXAMPLES, formatter_class=Formatter)
+    parser = Parser(prog=PROG, description=__doc__, epilog=EXAMPLES, formatter_class=Formatter)
     job, default = parser.add_argument_group("what"), TrainConfig()
     job.add_argument("--target", required=True, help="the target: folder, hub id, .gguf file, or built-in name")
     job.add_argument(
@@ -35,24 +30,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     job.add_argument("--out", required=True, help="folder of the run: features, checkpoints, log.jsonl, and the result in head/")
     job.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     job.add_argument(
-        "--draft-vocab", type=int, default=TrainJob.draft_vocab, help="tokens the head can propose, the most frequent of the answers"
+        "--draft-vocab", type=positive, default=TrainJob.draft_vocab, help="tokens the head can propose, the most frequent of the answers"
     )
     job.add_argument(
         "--taps", type=int, nargs="+", help="target blocks whose input the head reads, counted from 0; unset: 2, middle, last but two"
     )
-    job.add_argument("--max-tokens", type=int, default=TrainJob.max_tokens, help="tokens per example; longer ones are cut")
+    job.add_argument("--max-tokens", type=positive, default=TrainJob.max_tokens, help="tokens per example; longer ones are cut")
     job.add_argument("--hold-out", type=int, default=TrainJob.hold_out, help="examples at the end of the data kept for measuring; 0: none")
-    job.add_argument("--limit", type=int, help="examples to use; unset: all")
+    job.add_argument("--limit", type=positive, help="examples to use; unset: all")
     recipes = parser.add_argument_group("recipe")
     recipes.add_argument("--recipe", choices=sorted(RECIPES), default="aligned", help="which slots are scored, and how")
-    recipes.add_argument("--ttt-steps", type=int, help="steps the head is unrolled; unset: the recipe's")
+    recipes.add_argument("--ttt-steps", type=positive, help="steps the head is unrolled; unset: the recipe's")
     recipes.add_argument("--decay", type=float, help="factor from one unrolled step's loss to the next; unset: the recipe's")
     how = parser.add_argument_group("optimization")
-    how.add_argument("--steps", type=int, default=default.steps, help="optimizer updates")
-    how.add_argument("--rows", type=int, default=default.rows, help="packed rows per micro-batch")
-    how.add_argument("--row-tokens", type=int, default=default.row_tokens, help="tokens per packed row")
-    how.add_argument("--row-slots", type=int, default=default.row_slots, help="scored tokens per packed row")
-    how.add_argument("--accumulate", type=int, default=default.accumulate, help="micro-batches per update")
+    how.add_argument("--steps", type=positive, default=default.steps, help="optimizer updates")
+    how.add_argument("--rows", type=positive, default=default.rows, help="packed rows per micro-batch")
+    how.add_argument("--row-tokens", type=positive, default=default.row_tokens, help="tokens per packed row")
+    how.add_argument("--row-slots", type=positive, default=default.row_slots, help="scored tokens per packed row")
+    how.add_argument("--accumulate", type=positive, default=default.accumulate, help="micro-batches per update")
     how.add_argument("--optimizer", choices=OPTIMIZERS, default=default.optimizer, help="muon: for the inner matrices, adamw for the rest")
     how.add_argument("--peak-lr", type=float, default=default.peak_lr, help="learning rate after the warm-up")
     how.add_argument("--warmup", type=int, default=default.warmup, help="updates of rising learning rate")
@@ -64,54 +59,54 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument("--weight-decay", type=float, default=default.weight_decay, help="AdamW weight decay")
     how.add_argument("--seed", type=int, default=default.seed, help="of the initial weights and of the order of examples")
     watch = parser.add_argument_group("checkpoints and measuring")
-    watch.add_argument("--checkpoint-every", type=int, default=TrainJob.checkpoint_every, help="updates between checkpoints")
+    watch.add_argument("--checkpoint-every", type=positive, default=TrainJob.checkpoint_every, help="updates between checkpoints")
     watch.add_argument(
-        "--evaluate-every", type=int, default=TrainJob.evaluate_every, help="updates between measurements on the held-out examples"
+        "--evaluate-every", type=positive, default=TrainJob.evaluate_every, help="updates between measurements on the held-out examples"
     )
-    watch.add_argument("--keep", type=int, default=TrainJob.keep, help="newest checkpoints to keep")
+    watch.add_argument("--keep", type=positive, default=TrainJob.keep, help="newest checkpoints to keep")
+    watch.add_argument(
+        "--no-compilation-cache", action="store_true", help="compile anew instead of keeping programs in the user's cache folder"
+    )
+    watch.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main(args: argparse.Namespace) -> None:
+    if not args.no_compilation_cache:
+        use_compilation_cache()
     changes = {key: value for key, value in (("steps", args.ttt_steps), ("decay", args.decay)) if value is not None}
-    try:
-        job = TrainJob(
-            target=args.target,
-            data=args.data,
-            out=args.out,
-            draft_vocab=args.draft_vocab,
-            taps=tuple(args.taps) if args.taps else None,
-            max_tokens=args.max_tokens,
-            hold_out=args.hold_out,
-            limit=args.limit,
-            checkpoint_every=args.checkpoint_every,
-            evaluate_every=args.evaluate_every,
-            keep=args.keep,
-            resume=args.resume,
-        )
-        config = TrainConfig(
-            recipe=recipe(args.recipe, **changes),
-            steps=args.steps,
-            rows=args.rows,
-            row_tokens=args.row_tokens,
-            row_slots=args.row_slots,
-            accumulate=args.accumulate,
-            optimizer=args.optimizer,
-            peak_lr=args.peak_lr,
-            warmup=args.warmup,
-            decay=args.lr_decay,
-            floor=args.floor,
-            clip=args.clip,
-            weight_decay=args.weight_decay,
-            seed=args.seed,
-        )
-        print(f"head written to {train(job, config)}")
-    except (ValueError, OSError) as error:
-        print(f"eagle3-train: {error}", file=sys.stderr)
-        return 1
-    return 0
+    job = TrainJob(
+        target=args.target,
+        data=args.data,
+        out=args.out,
+        draft_vocab=args.draft_vocab,
+        taps=tuple(args.taps) if args.taps else None,
+        max_tokens=args.max_tokens,
+        hold_out=args.hold_out,
+        limit=args.limit,
+        checkpoint_every=args.checkpoint_every,
+        evaluate_every=args.evaluate_every,
+        keep=args.keep,
+        resume=args.resume,
+    )
+    config = TrainConfig(
+        recipe=recipe(args.recipe, **changes),
+        steps=args.steps,
+        rows=args.rows,
+        row_tokens=args.row_tokens,
+        row_slots=args.row_slots,
+        accumulate=args.accumulate,
+        optimizer=args.optimizer,
+        peak_lr=args.peak_lr,
+        warmup=args.warmup,
+        decay=args.lr_decay,
+        floor=args.floor,
+        clip=args.clip,
+        weight_decay=args.weight_decay,
+        seed=args.seed,
+    )
+    print(f"head written to {train(job, config)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(PROG, main, parse()))
