@@ -1,0 +1,202 @@
+"""What a decode cycle costs beside the bare passes it is made of, and what an acceptance length is worth on this machine.
+
+    python tests/benchmarks/cycle_cost.py --json cycle_cost.json
+
+Everything runs in one process, in turns, compilation apart; times are medians. A cycle's time is that of a whole call less a
+call that ends with its first token, divided by the cycles it made. Bare passes are timed in a loop on the device, on a cache of
+the same size. The what-if part decodes with a draft that proposes the plain text with a given chance per token, at the real cost
+of a head's passes: speed-up against acceptance length, with the acceptance length at which a chain breaks even.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import eagle3_jax as e3
+from eagle3_jax import target as target_model
+from eagle3_jax.cache import Cache
+from eagle3_jax.commands import use_compilation_cache
+from eagle3_jax.decode import run
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.generate import prepare, read
+from eagle3_jax.target import Target
+from eagle3_jax.tokenizer import chat_ids
+from eagle3_jax.tree import Tree
+from eagle3_jax.tree_names import parse_tree
+
+QUESTION = "Explain in a few paragraphs how a mechanical clock keeps time."
+PASSES = 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--draft", default="smollm2-135m")
+    parser.add_argument("--trees", nargs="+", default=["chain:3", "tree:16,4,4", "tree:8,3,3", "tree:60,8,10"])
+    parser.add_argument("--what-if", nargs="*", default=["chain:1", "chain:2", "chain:3", "chain:4"], help="chains for the what-if part")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    use_compilation_cache()
+    target = e3.load_target(args.target)
+    draft = e3.load_draft(args.draft, target)
+    prompt = chat_ids(e3.load_tokenizer(args.target), [{"role": "user", "content": QUESTION}])
+    calls = Calls(target, prompt, args.tokens)
+    plain_call = calls.make(None, None)
+    plain_text = read(plain_call()).tokens[0]
+    result: dict[str, Any] = {"tokens": args.tokens, "prompt_tokens": len(prompt), "trees": {}, "what_if": []}
+
+    shapes = {name: parse_tree(name) for name in args.trees}
+    whole = {name: calls.make(draft, shape) for name, shape in shapes.items()} | {"plain": plain_call}
+    first = {name: calls.make(draft, shape, 1) for name, shape in shapes.items()} | {"plain": calls.make(None, None, 1)}
+    bare: dict[str, Callable[[], Any]] = {"target x1": target_passes(target, 1)}
+    plans: dict[str, list[str]] = {"plain": ["target x1"]}
+    for name, shape in shapes.items():
+        tree = shape.tree if isinstance(shape, e3.Chain) else shape
+        assert isinstance(tree, Tree)
+        bare.setdefault(f"target x{tree.nodes}", target_passes(target, tree.nodes))
+        bare.setdefault(f"extend x{tree.depth + 1}", draft_extends(target, draft, tree.depth + 1))
+        plans[name] = [f"target x{tree.nodes}", f"extend x{tree.depth + 1}"]
+        for level in range(tree.depth - 1):
+            key = f"expand x{tree.width} on {level * tree.width}"
+            bare.setdefault(key, draft_expands(target, draft, tree.width, level))
+            plans[name].append(key)
+
+    everything = {f"whole {k}": v for k, v in whole.items()} | {f"first {k}": v for k, v in first.items()} | bare
+    seconds = in_turns(everything, args.repeats)
+    for name in plans:
+        cycles = len(read(whole[name]()).accept_lengths[0])
+        cycle = (seconds[f"whole {name}"] - seconds[f"first {name}"]) / cycles * 1e3
+        parts = sum(seconds[part] for part in plans[name]) / PASSES * 1e3
+        result["trees"][name] = {
+            "cycle_ms": cycle,
+            "bare_ms": parts,
+            "ratio": cycle / parts,
+            "cycles": cycles,
+            "tau": (args.tokens - 1) / cycles,
+        }
+        print(f"{name:14s} cycle {cycle:7.2f} ms, bare passes {parts:7.2f} ms, ratio {cycle / parts:.3f}", flush=True)
+    result["bare_ms"] = {name: seconds[name] / PASSES * 1e3 for name in bare}
+
+    step = result["trees"]["plain"]["cycle_ms"]
+    for name in args.what_if:
+        for chance in (0.0, 0.3, 0.5, 0.7, 0.85, 1.0):
+            scripted = e3.ScriptedDraft.of(draft, [prompt + plain_text], chance, seed=1)
+            call, start = calls.make(scripted, parse_tree(name)), calls.make(scripted, parse_tree(name), 1)
+            times = in_turns({"call": call, "first": start, "plain": plain_call, "plain first": first["plain"]}, args.repeats)
+            output = read(call())
+            assert output.tokens[0] == plain_text
+            gain = (times["plain"] - times["plain first"]) / (times["call"] - times["first"])
+            result["what_if"].append({"tree": name, "chance": chance, "tau": output.tau, "speed_up": gain})
+            print(f"what if {name} chance {chance:.2f}: acceptance length {output.tau:.2f}, speed-up {gain:.2f}", flush=True)
+        mine = [w for w in result["what_if"] if w["tree"] == name]
+        # A cycle's cost does not depend on what it accepts, so speed-up is proportional to the acceptance length.
+        slope = statistics.median(w["speed_up"] / w["tau"] for w in mine)
+        result["trees"].setdefault(name, {})["break_even"] = 1 / slope
+        print(
+            f"{name}: a cycle costs {1 / slope:.2f} plain steps, the acceptance length at which it breaks even (step {step:.1f} ms)",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+class Calls:
+    """Compiled decode calls of one prompt."""
+
+    def __init__(self, target: Target, prompt: list[int], tokens: int):
+        self.target, self.prompt, self.tokens = target, prompt, tokens
+
+    def make(self, draft: Any, tree: Any, limit: int | None = None) -> Callable[[], Any]:
+        """A function that runs the compiled program; `limit` tokens within the same program."""
+        request, config = prepare(self.target, draft, [self.prompt], self.tokens, tree=tree, eos_token_ids=[])
+        if limit is not None:
+            request, _ = prepare(self.target, draft, [self.prompt], limit, tree=tree, eos_token_ids=[])
+        compiled = run.lower(self.target, draft, request, config).compile()
+        return lambda: jax.block_until_ready(compiled(self.target, draft, request))
+
+
+def target_passes(target: Target, width: int) -> Callable[[], Any]:
+    """PASSES target passes of `width` tokens with their logits, on a half-full cache."""
+    cache = half_full(target.new_cache(1, 256))
+
+    @jax.jit
+    def go(target: Target, cache: Cache) -> jax.Array:
+        def body(_: int, tokens: jax.Array) -> jax.Array:
+            positions = cache.lengths[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+            mask = jnp.tril(jnp.ones((width, width), bool))[None]
+            out = target_model.forward(target, tokens, positions, mask, cache, (2, 15, 27))
+            best = jax.lax.top_k(target_model.logits(target, out.hidden), 1)[1][..., 0].astype(jnp.int32)
+            return jnp.where(jnp.isfinite(out.features[..., 0]), best, tokens)
+
+        return jax.lax.fori_loop(0, PASSES, body, jnp.full((1, width), 5, jnp.int32))
+
+    return lambda: jax.block_until_ready(go(target, cache))
+
+
+def draft_extends(target: Target, draft: Eagle3Draft, width: int) -> Callable[[], Any]:
+    """PASSES catch-up passes of `width` real pairs."""
+    cache = half_full(draft.new_cache(1, 256))
+    features = jnp.ones((1, width, target.config.hidden_size * len(draft.taps)))
+
+    @jax.jit
+    def go(embed: jax.Array, draft: Eagle3Draft, cache: Cache, features: jax.Array) -> jax.Array:
+        def body(_: int, tokens: jax.Array) -> jax.Array:
+            _, logits, _ = draft.extend(embed, cache, features, tokens, jnp.ones((1,), jnp.int32))
+            return tokens.at[:, 0].set(jax.lax.top_k(logits, 1)[1][:, 0].astype(jnp.int32))
+
+        return jax.lax.fori_loop(0, PASSES, body, jnp.full((1, width), 5, jnp.int32))
+
+    return lambda: jax.block_until_ready(go(target.embed[...], draft, cache, features))
+
+
+def draft_expands(target: Target, draft: Eagle3Draft, width: int, level: int) -> Callable[[], Any]:
+    """PASSES passes of one level of drafted nodes on top of `level` earlier ones, with their best candidates."""
+    cache = half_full(draft.new_cache(1, 256))
+    c = draft.config
+    earlier = (jnp.ones((1, level * width, c.num_kv_heads, c.head_dim)),) * 2 if level else None
+    mask = jnp.ones((1, width, (level + 1) * width), bool)
+
+    @jax.jit
+    def go(embed: jax.Array, draft: Eagle3Draft, cache: Cache, earlier: Any) -> Any:
+        def body(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            tokens, x = carry
+            logits, x, _ = draft.expand(embed, cache, tokens, x, mask, earlier)
+            best = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), width)[1].astype(jnp.int32)
+            return best[:, :, 0], x
+
+        start = (jnp.full((1, width), 5, jnp.int32), jnp.ones((1, width, c.hidden_size)))
+        return jax.lax.fori_loop(0, PASSES, body, start)
+
+    return lambda: jax.block_until_ready(go(target.embed[...], draft, cache, earlier))
+
+
+def half_full(cache: Cache) -> Cache:
+    return Cache(cache.k, cache.v, jnp.full_like(cache.lengths, cache.slots // 2))
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of every call, one uncounted round first."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if i:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+if __name__ == "__main__":
+    main()
