@@ -113,7 +113,7 @@ def main() -> None:
 
 
 class Calls:
-    """Compiled decode calls of one prompt."""
+    """Decode calls of one prompt; the first, uncounted round of `in_turns` compiles them."""
 
     def __init__(self, target: Target, prompt: list[int], tokens: int):
         self.target, self.prompt, self.tokens = target, prompt, tokens
@@ -123,8 +123,7 @@ class Calls:
         request, config = prepare(self.target, draft, [self.prompt], self.tokens, tree=tree, eos_token_ids=[])
         if limit is not None:
             request, _ = prepare(self.target, draft, [self.prompt], limit, tree=tree, eos_token_ids=[])
-        compiled = run.lower(self.target, draft, request, config).compile()
-        return lambda: jax.block_until_ready(compiled(self.target, draft, request))
+        return lambda: jax.block_until_ready(run(self.target, draft, request, config))
 
 
 def target_passes(target: Target, width: int) -> Callable[[], Any]:
