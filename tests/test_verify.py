@@ -179,21 +179,32 @@ def test_recorded_decisions_of_the_official_code(golden):
                 if b >= 0:
                     parents[b] = a
         probs = np.stack([oracle(row, temperature, 0, 1.0) for row in get["node_target_logits"]]).astype(np.float32)
-        for trial in range(0, len(get["uniforms"]), 4):
-            node, drawn, accepted, p = 0, 0, 0, jnp.asarray(probs[0][None])
+        trials = range(0, len(get["uniforms"]), 4)
+        steps, width = retrieve.shape[1], int(np.bincount(parents[1:]).max())
+        uniforms = np.zeros((len(trials), steps, width), np.float32)
+        ends = []
+        for row, trial in enumerate(trials):
+            node, drawn, step, p = 0, 0, 0, jnp.asarray(probs[0][None])
             while True:
-                for child in [m for m in range(1, len(parents)) if parents[m] == node]:
-                    stands, left = accept_one(
-                        p,
-                        jnp.asarray([int(get["draft_tokens"][child])]),
-                        jnp.asarray(get["uniforms"][trial, drawn : drawn + 1], jnp.float32),
-                    )
-                    drawn += 1
+                for rank, child in enumerate(m for m in range(1, len(parents)) if parents[m] == node):
+                    uniform = np.float32(get["uniforms"][trial, drawn])
+                    uniforms[row, step, rank], drawn = uniform, drawn + 1
+                    token = jnp.asarray([int(get["draft_tokens"][child])])
+                    stands, left = accept_one(p, token, jnp.asarray([uniform]))
                     if bool(stands[0]):
-                        node, accepted, p = child, accepted + 1, jnp.asarray(probs[child][None])
+                        node, step, p = child, step + 1, jnp.asarray(probs[child][None])
                         break
                     p = left
                 else:
                     break
-            assert (accepted, drawn) == (int(get["accept_length"][trial]), int(get["used"][trial])), (case, trial)
+            assert (step, drawn) == (int(get["accept_length"][trial]), int(get["used"][trial])), (case, trial)
             np.testing.assert_allclose(np.asarray(p)[0], get["sample_p"][trial], atol=2e-5)
+            ends.append(node)
+        # The same decisions by the rule the decoder runs, all trials as one batch.
+        n = len(trials)
+        tree, s = make_tree(get["draft_tokens"], parents, n), many(n, temperature)
+        logits = jnp.broadcast_to(jnp.asarray(get["node_target_logits"]), (n, *get["node_target_logits"].shape))
+        decide = siblings(tree, s, jnp.zeros((n, steps, logits.shape[-1])), jnp.asarray(uniforms))
+        got = walk(tree, logits, decide, steps)
+        assert (np.asarray(got.count) - 1).tolist() == [int(get["accept_length"][t]) for t in trials]
+        assert [int(path[count - 1]) for path, count in zip(got.path, got.count, strict=True)] == ends
