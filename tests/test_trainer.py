@@ -43,9 +43,8 @@ def train(
         batches = Interrupted(batches, stop)
     reporter = Reporter(config.steps, jsonl=None if folder is None else folder / "log.jsonl")
     try:
-        return fit(
-            tiny_draft(), tiny_frozen(tiny_target()), batches, config, reporter=reporter, checkpoints=checkpoints, checkpoint_every=4, resume=resume
-        )  # fmt: skip
+        tables = tiny_frozen(tiny_target())
+        return fit(tiny_draft(), tables, batches, config, reporter=reporter, checkpoints=checkpoints, checkpoint_every=4, resume=resume)
     finally:
         reporter.close()
         if checkpoints is not None:
