@@ -206,7 +206,7 @@ def write_cache(
     shard_tokens: int = 98304,
     batch_tokens: int = 2560,
     say: Callable[[str], None] = lambda line: None,
-    progress: Callable[[int], None] = lambda tokens: None,
+    progress: Callable[[int], object] = lambda tokens: None,
 ) -> FeatureCache:
     """Runs the target over every example of `selection`, in its order, and returns the finished cache.
 
@@ -245,7 +245,7 @@ def _run(
     taps: tuple[int, ...],
     examples: list[tuple[np.ndarray, np.ndarray]],
     batch_tokens: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
 ) -> dict[str, np.ndarray]:
     """The arrays of one shard."""
     lengths = [len(ids) for ids, _ in examples]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import TargetConfig
@@ -136,18 +137,18 @@ def prepare(
         padded[i, : len(row)] = row
     width = max(1, max(len(ids) for ids in stops))
     request = Request(
-        prompts=padded,
-        lengths=lengths,
-        limits=limits,
-        stops=np.array([list(ids) + [-1] * (width - len(ids)) for ids in stops], np.int32),
+        prompts=jnp.asarray(padded),
+        lengths=jnp.asarray(lengths),
+        limits=jnp.asarray(limits),
+        stops=jnp.array([list(ids) + [-1] * (width - len(ids)) for ids in stops], jnp.int32),
         sampling=Sampling(
-            temperature=np.array(temperatures, np.float32),
-            top_k=np.array([min(k, 2**31 - 1) for k in top_ks], np.int32),
-            top_p=np.array(top_ps, np.float32),
-            seeds=np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32),
+            temperature=jnp.array(temperatures, jnp.float32),
+            top_k=jnp.array([min(k, 2**31 - 1) for k in top_ks], jnp.int32),
+            top_p=jnp.array(top_ps, jnp.float32),
+            seeds=jnp.asarray(np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32)),
         ),
     )
-    return jax.tree.map(jax.numpy.asarray, request), dataclasses.replace(config, slots=slots)
+    return request, dataclasses.replace(config, slots=slots)
 
 
 def read(state: DecodeState) -> Output:

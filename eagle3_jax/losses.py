@@ -51,7 +51,7 @@ def head_loss(
     R = label_R.shape[0]
     chunk = min(chunk, R)
     pad = -R % chunk
-    total, results = _head_loss(
+    total, results = _head_loss(  # pyright: ignore[reportGeneralTypeIssues]  # custom_vjp hides the type
         name,
         chunk,
         jnp.pad(normed_JRD, ((0, 0), (0, pad), (0, 0))),
@@ -64,7 +64,15 @@ def head_loss(
     return total, RowResults(results.loss[:, :R], results.correct[:, :R])
 
 
-def _chunk_loss(name: str, normed_JrD, head_DU, teacher_rE, teacher_head_EU, weight_Jr, label_r):
+def _chunk_loss(
+    name: str,
+    normed_JrD: jax.Array,
+    head_DU: jax.Array,
+    teacher_rE: jax.Array,
+    teacher_head_EU: jax.Array,
+    weight_Jr: jax.Array,
+    label_r: jax.Array,
+) -> tuple[jax.Array, RowResults]:
     """One chunk: (weighted sum, RowResults of [J, r])."""
     J, r, D = normed_JrD.shape
     draft = linear(normed_JrD.reshape(J * r, D), head_DU).astype(jnp.float32).reshape(J, r, -1)

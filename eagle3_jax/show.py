@@ -118,9 +118,9 @@ def save_trees_png(path: str | os.PathLike[str], trees: Sequence[CycleTree], dec
     if not trees:
         raise ValueError("no tree to draw: no cycle ran")
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+        from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError("a PNG needs matplotlib; install it with: pip install 'eagle3-jax[plots]'") from None
     places = [_places(tree) for tree in trees]

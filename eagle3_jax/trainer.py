@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
@@ -64,10 +65,10 @@ class TrainConfig:
         if self.warmup + (self.decay or 0) > self.steps:
             raise ValueError(f"warmup {self.warmup} and decay {self.decay} do not fit into {self.steps} steps")
 
-    def learning_rate(self, step: jax.Array) -> jax.Array:
+    def learning_rate(self, step: ArrayLike) -> jax.Array:
         """float32 learning rate of update `step` (from 0)."""
         decay = self.steps - self.warmup if self.decay is None else self.decay
-        step = step.astype(jnp.float32)
+        step = jnp.asarray(step, jnp.float32)
         rising = (step + 1.0) / max(1, self.warmup)
         left = jnp.clip((self.steps - step) / max(1, decay), 0.0, 1.0)
         falling = self.floor + (1.0 - self.floor) * 0.5 * (1.0 - jnp.cos(jnp.pi * left))
@@ -172,7 +173,7 @@ def train_step(
     # Optax mixes types and ranks (decay ** count); a caller's strict promotion rules are for this library's own code.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         updates, opt_state = make_optimizer(config).update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params = cast(Params, optax.apply_updates(state.params, updates))
     norm, rate = optax.tree.norm(grads), config.learning_rate(state.step)
     return TrainState(params, opt_state, state.step + 1), StepMetrics(total, metrics, norm, rate)
 

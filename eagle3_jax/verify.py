@@ -78,7 +78,7 @@ def coupled(tree: DraftTree, sampling: Sampling, noise_BCV: jax.Array | None) ->
     """Sample with the position's noise, then look the token up among the children."""
 
     def decide(step: jax.Array, node: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        token = choose(row, _at_step(noise_BCV, step), sampling)
+        token = choose(row, None if noise_BCV is None else _at_step(noise_BCV, step), sampling)
         return token, _first(_children(tree, node) & (tree.tokens == token[:, None]))
 
     return decide
@@ -150,6 +150,6 @@ def _first(mask_BM: jax.Array) -> jax.Array:
     return jnp.where(first < M, first, -1)
 
 
-def _at_step(x: jax.Array | None, step: jax.Array) -> jax.Array | None:
+def _at_step(x: jax.Array, step: jax.Array) -> jax.Array:
     """x[:, step]."""
-    return None if x is None else jax.lax.dynamic_index_in_dim(x, step, axis=1, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, step, axis=1, keepdims=False)
