@@ -140,11 +140,11 @@ def prepare(
         prompts=jnp.asarray(padded),
         lengths=jnp.asarray(lengths),
         limits=jnp.asarray(limits),
-        stops=jnp.array([list(ids) + [-1] * (width - len(ids)) for ids in stops], jnp.int32),
+        stops=jnp.asarray(np.array([list(ids) + [-1] * (width - len(ids)) for ids in stops], np.int32)),
         sampling=Sampling(
-            temperature=jnp.array(temperatures, jnp.float32),
-            top_k=jnp.array([min(k, 2**31 - 1) for k in top_ks], jnp.int32),
-            top_p=jnp.array(top_ps, jnp.float32),
+            temperature=jnp.asarray(np.array(temperatures, np.float32)),
+            top_k=jnp.asarray(np.array([min(k, 2**31 - 1) for k in top_ks], np.int32)),
+            top_p=jnp.asarray(np.array(top_ps, np.float32)),
             seeds=jnp.asarray(np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32)),
         ),
     )
