@@ -43,7 +43,7 @@ def test_taps_are_the_streams_that_enter_their_blocks(tmp_path: Path) -> None:
         for name in ("o", "down"):
             getattr(block, name)[...] = jnp.zeros_like(getattr(block, name)[...])
         block.down[...] = jnp.full_like(block.down[...], 10.0**k)
-        block.gate[...], block.up[...] = jnp.zeros_like(block.gate[...]), jnp.zeros_like(block.up[...])
+        block.gate_up[...] = jnp.zeros_like(block.gate_up[...])
         block.mlp_norm[...] = jnp.zeros_like(block.mlp_norm[...])
     model.embed[...] = jnp.ones_like(model.embed[...])
 

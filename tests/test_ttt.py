@@ -297,8 +297,8 @@ def test_accuracy_and_survival() -> None:
     values = parameters(draft)
     values["head"] = np.zeros_like(values["head"])  # ties go to id 0
     draft = join(draft.config, values, {})
-    right = np.asarray([0, 1, 1, 0, 1, 1, 1], bool)  # teacher at position i says draft id 0
-    batch.argmax[0] = np.where(right, KEPT[0], KEPT[1])
+    right = np.asarray([0, 1, 1, 1, 0, 1, 1], bool)  # teacher at position i says draft id 0
+    batch.argmax[0, : len(right)] = np.where(right, KEPT[0], KEPT[1])
     metrics = ttt_loss(draft, frozen(), batch, ALIGNED)[1]
     # Step s of slot i is judged by position i + 1 + s; slots 0..4, 0..3, 0..2.
     np.testing.assert_array_equal(metrics.slots, [5, 4, 3])
