@@ -31,6 +31,9 @@ from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.ttt import Frozen
 from eagle3_jax.weights import load_target, save_head
 
+STARTS = ("random", "target-head")
+"""What a head may begin as."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainJob:
@@ -39,6 +42,7 @@ class TrainJob:
     target: folder, hub id, .gguf file or built-in name. data: prepared data (a folder) or conversations (a file). out: folder of the run:
     `features`, `held_out`, `checkpoints`, `log.jsonl`, and `head`, the result. draft_vocab: U. taps: entering-block ids, None: the
     default. max_tokens: longer examples are cut. hold_out: the last so many usable examples are never trained on. limit: examples read.
+    start: "random", or "target-head": output head and last norm begin as the target's kept rows and norm, all else random.
     """
 
     target: str
@@ -53,6 +57,11 @@ class TrainJob:
     evaluate_every: int = 100
     keep: int = 2
     resume: bool = False
+    start: str = "random"
+
+    def __post_init__(self) -> None:
+        if self.start not in STARTS:
+            raise ValueError(f"start {self.start!r} is unknown (known: {', '.join(STARTS)})")
 
 
 def train(job: TrainJob, config: TrainConfig) -> Path:
@@ -73,18 +82,22 @@ def train(job: TrainJob, config: TrainConfig) -> Path:
         if chosen.examples:
             cache_features(target, draft_config.taps, chosen, out / name, job.max_tokens)
     make = partial(batch_source, config=config)
+    draft, frozen = fresh_draft(draft_config, kept, config.seed), frozen_tables(target, kept)
+    if job.start == "target-head":
+        start_from_target(draft, target, frozen)
     reporter = Reporter(config.steps, jsonl=out / "log.jsonl")
     about = {
         "train": dataclasses.asdict(config),
         "draft": dataclasses.asdict(draft_config),
+        "start": job.start,
         "vocabulary": hashlib.sha256(kept.tobytes()).hexdigest(),
         "features": identity(target, draft_config.taps, training, job.max_tokens),
     }
     checkpoints = Checkpoints(checkpoints_at, about, job.keep)
     try:
         trained = fit(
-            fresh_draft(draft_config, kept, config.seed),
-            frozen_tables(target, kept),
+            draft,
+            frozen,
             make(out / "features"),
             config,
             reporter=reporter,
@@ -150,6 +163,17 @@ def fresh_draft(config: DraftConfig, kept: np.ndarray, seed: int) -> Eagle3Draft
     draft = initialize(Eagle3Draft(config), jax.random.key(seed))
     draft.d2t[...] = jnp.asarray(kept, jnp.int32)
     return draft
+
+
+def start_from_target(draft: Eagle3Draft, target: Target, frozen: Frozen) -> None:
+    """Puts the target's kept head rows and last norm into the draft: with little data, rare tokens need not be learnt from nothing.
+
+    Raises ValueError for a draft whose width is not the target's.
+    """
+    if draft.config.hidden_size != target.config.hidden_size:
+        raise ValueError(f"start 'target-head' needs a draft as wide as the target ({target.config.hidden_size})")
+    draft.head[...] = jnp.array(frozen.teacher_head, draft.dtype)
+    draft.norm[...] = jnp.array(target.norm[...], draft.dtype)
 
 
 def frozen_tables(target: Target, kept: np.ndarray) -> Frozen:

@@ -15,9 +15,9 @@ TEMPLATE = (
 )
 
 
-def load_script(name: str) -> ModuleType:
-    """The file infer/NAME.py, which is no part of any package."""
-    spec = importlib.util.spec_from_file_location(f"eagle3_script_{name}", ROOT / "infer" / f"{name}.py")
+def load_script(name: str, folder: str = "infer") -> ModuleType:
+    """The file FOLDER/NAME.py, which is no part of any package."""
+    spec = importlib.util.spec_from_file_location(f"eagle3_script_{folder}_{name}", ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

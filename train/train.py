@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from eagle3_jax.commands import Formatter, Parser, positive, run_command, use_compilation_cache
-from eagle3_jax.train import TrainJob, train
+from eagle3_jax.train import STARTS, TrainJob, train
 from eagle3_jax.trainer import OPTIMIZERS, TrainConfig
 from eagle3_jax.ttt import RECIPES, recipe
 
@@ -37,6 +37,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     job.add_argument("--max-tokens", type=positive, default=TrainJob.max_tokens, help="tokens per example; longer ones are cut")
     job.add_argument("--hold-out", type=int, default=TrainJob.hold_out, help="examples at the end of the data kept for measuring; 0: none")
+    job.add_argument(
+        "--start",
+        choices=STARTS,
+        default=TrainJob.start,
+        help="target-head: output head and last norm begin as the target's",
+    )
     job.add_argument("--limit", type=positive, help="examples to use; unset: all")
     recipes = parser.add_argument_group("recipe")
     recipes.add_argument("--recipe", choices=sorted(RECIPES), default="aligned", help="which slots are scored, and how")
@@ -88,6 +94,7 @@ def main(args: argparse.Namespace) -> None:
         evaluate_every=args.evaluate_every,
         keep=args.keep,
         resume=args.resume,
+        start=args.start,
     )
     config = TrainConfig(
         recipe=recipe(args.recipe, **changes),

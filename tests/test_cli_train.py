@@ -1,0 +1,101 @@
+"""eagle3-train from the command line: conversations in, a head out, stopped and resumed, and every mistake on one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_scripts import load_script, run_script, save_word_tokenizer
+
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.generate import generate
+from eagle3_jax.train import fresh_draft, frozen_tables, start_from_target
+from eagle3_jax.tree import Chain
+from eagle3_jax.weights import load_draft, load_target
+
+SCRIPT = load_script("train", "train")
+# Every turn is closed by the word that the tiny target has as its stop id.
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' system ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+SMALL = ("--draft-vocab", "48", "--hold-out", "4", "--max-tokens", "32", "--rows", "2", "--row-tokens", "64", "--row-slots", "48")
+STEPS = ("--steps", "4", "--warmup", "1", "--lr-decay", "1", "--ttt-steps", "2", "--checkpoint-every", "2", "--evaluate-every", "3")
+
+
+@pytest.fixture(scope="module")
+def target(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("target")
+    shutil.copytree(golden / "target", folder, dirs_exist_ok=True)
+    save_word_tokenizer(folder, TEMPLATE)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": "system"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen questions and answers of the tokenizer's words."""
+    random = np.random.default_rng(0)
+    words = lambda: " ".join(f"w{i}" for i in random.integers(3, 60, 8))  # noqa: E731
+    lines = [json.dumps({"messages": [{"role": "user", "content": words()}, {"role": "assistant", "content": words()}]}) for _ in range(16)]
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_run_stopped_and_resumed(target: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "run"
+    arguments = ("--target", str(target), "--data", str(conversations), "--out", str(out), *SMALL)
+    assert run_script(SCRIPT, *arguments, *STEPS, "--start", "target-head") == 0
+    said = capsys.readouterr().out
+    assert "16 kept" in said
+    assert "48 of 160 tokens" in said
+    assert f"head written to {out / 'head'}" in said
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4]
+    assert [r["step"] for r in records if "held_out" in r] == [3, 4]
+
+    model = load_target(target)
+    head = load_draft(out / "head", model)
+    assert np.abs(np.asarray(head.fc[...])).max() > 0
+    prompt = [[3, 4, 5]]
+    spoken = generate(model, head, prompt, 8, tree=Chain(2), eos_token_ids=[])
+    assert spoken.tokens == generate(model, None, prompt, 8, eos_token_ids=[]).tokens
+
+    assert run_script(SCRIPT, *arguments, *STEPS) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run_script(SCRIPT, *arguments, *STEPS, "--resume") == 2
+    assert "start: checkpoint 'target-head', asked for 'random'" in capsys.readouterr().err
+    assert run_script(SCRIPT, *arguments, *STEPS, "--start", "target-head", "--resume") == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+
+
+def test_a_start_from_the_targets_head(target: Path) -> None:
+    model = load_target(target)
+    kept = np.arange(0, 160, 4, dtype=np.int32)
+    draft, frozen = fresh_draft(DraftConfig.for_target(model.config, len(kept)), kept, 0), frozen_tables(model, kept)
+    start_from_target(draft, model, frozen)
+    np.testing.assert_array_equal(draft.head[...], model.head[...][:, kept])
+    np.testing.assert_array_equal(draft.norm[...], model.norm[...])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--hold-out", "16"), "no more than the 16 held out"),
+        (("--row-slots", "65"), "row_slots 65 exceeds row_tokens 64"),
+        (("--recipe", "specfrog"), "specfrog"),
+    ],
+)
+def test_mistakes(changes, message, target: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "run"
+    arguments = ("--target", str(target), "--data", str(conversations), "--out", str(out), *SMALL, *STEPS, *changes)
+    assert run_script(SCRIPT, *arguments) != 0
+    assert message in capsys.readouterr().err
+    assert not (out / "head").exists()
