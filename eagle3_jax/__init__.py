@@ -20,6 +20,7 @@ One letter per dimension everywhere, in array names (`q_BTNH`), annotations and 
 """
 
 from eagle3_jax.generate import NonFiniteLogitsError, Output, generate
+from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.scripted import ScriptedDraft
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.tree import Chain, Tree
@@ -27,6 +28,7 @@ from eagle3_jax.weights import load_draft, load_target
 
 __all__ = [
     "Chain",
+    "LanguageModelDraft",
     "NonFiniteLogitsError",
     "Output",
     "ScriptedDraft",

@@ -73,7 +73,7 @@ class DecodeState:
     accepted: int32 [B, max_new], tokens kept per cycle; cycles: int32 [B]. done, stopped: bool [B].
     bad: int32 [B], the absolute position whose target logits were not finite, else -1.
     dead: bool [B], the draft gave a logit that is not finite.
-    trees: every cycle's drafted tree when recorded, [max_new, B, M] tokens and parents, else None.
+    trees: every cycle's drafted tree when recorded, [max_new, B, M] tokens, parents and scores, else None.
     """
 
     cache: Any
@@ -90,7 +90,7 @@ class DecodeState:
     stopped: jax.Array
     bad: jax.Array
     dead: jax.Array
-    trees: tuple[jax.Array, jax.Array] | None
+    trees: tuple[jax.Array, jax.Array, jax.Array] | None
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -119,7 +119,7 @@ def prefill(target: Target, draft: Draft | None, request: Request, config: Decod
     if draft is not None:
         # Every pair but the last prompt token's: that one needs the token just sampled, and the first cycle extends with it.
         following = jnp.roll(request.prompts, -1, axis=1)
-        draft_cache = draft.new_cache(B, config.slots)
+        draft_cache = draft.begin(target.embed[...], draft.new_cache(B, config.slots), request.prompts[:, 0])
         draft_cache, _, _ = draft.extend(target.embed[...], draft_cache, out.features, following, request.lengths - 1)
         features = features.at[:, 0].set(jnp.take_along_axis(out.features, last, axis=1)[:, 0])
 
@@ -143,7 +143,7 @@ def prefill(target: Target, draft: Draft | None, request: Request, config: Decod
         stopped=stopped,
         bad=jnp.where(finite, -1, request.lengths),
         dead=jnp.zeros((B,), bool),
-        trees=(blank, blank) if config.record else None,
+        trees=(blank, blank, blank.astype(jnp.float32)) if config.record else None,
     )
 
 
@@ -269,7 +269,8 @@ def _commit(
     trees = state.trees
     if trees is not None:
         at = jnp.max(state.cycles)
-        trees = (trees[0].at[at].set(tree.tokens), trees[1].at[at].set(tree.parents))
+        scores = tree.scores if tree.scores is not None else jnp.zeros_like(trees[2][0])
+        trees = (trees[0].at[at].set(tree.tokens), trees[1].at[at].set(tree.parents), trees[2].at[at].set(scores))
     return DecodeState(
         cache=append(state.cache, out.kv, walked.path, kept),
         draft_cache=draft_cache,

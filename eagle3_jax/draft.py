@@ -52,6 +52,10 @@ class Eagle3Draft(nnx.Module):
         c = self.config
         return empty_cache(1, batch, c.num_kv_heads, c.head_dim, slots, self.dtype)
 
+    def begin(self, embed_VD: jax.Array, cache: Cache, first_B: jax.Array) -> Cache:
+        """The cache as it is: a pair holds a token after a feature, so a row's first token stands in none and is not read."""
+        return cache
+
     @property
     def taps(self) -> tuple[int, ...]:
         """Entering-block ids of the target features it reads."""

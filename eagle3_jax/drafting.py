@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.cache import BlockKV, Cache
+from eagle3_jax.cache import Cache
 from eagle3_jax.tree import Pool, Tree
 
 
@@ -33,6 +33,10 @@ class Draft(Protocol):
         """An empty cache of pairs."""
         ...
 
+    def begin(self, embed_VD: jax.Array, cache: Cache, first_B: jax.Array) -> Cache:
+        """What an empty cache becomes when it hears each row's first token, int32 [B], which stands in no pair."""
+        ...
+
     def extend(
         self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array
     ) -> tuple[Cache, jax.Array, jax.Array]:
@@ -40,11 +44,12 @@ class Draft(Protocol):
         ...
 
     def expand(
-        self, embed_VD: jax.Array, cache: Cache, tokens_BW: jax.Array, carry_BWD: jax.Array, mask_BWR: jax.Array, earlier: BlockKV | None
-    ) -> tuple[jax.Array, jax.Array, BlockKV]:
+        self, embed_VD: jax.Array, cache: Cache, tokens_BW: jax.Array, carry_BWD: jax.Array, mask_BWR: jax.Array, earlier: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """Runs one level of W drafted nodes on top of `earlier` levels; returns (logits [B, W, U], carry [B, W, D], K/V of all levels).
 
-        The carry is the parent's. Nothing enters the cache: what a draft makes of its own output never survives the cycle.
+        The carry is the parent's; `earlier` is the K/V that the level before returned, None at the first.
+        Nothing enters the cache: what a draft makes of its own output never survives the cycle.
         """
         ...
 
@@ -70,7 +75,7 @@ def grow(
     index = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W))
     carry = jnp.broadcast_to(carry_BD[:, None], (B, W, carry_BD.shape[-1]))
     mask = jnp.zeros((B, W, 0), bool)
-    earlier: BlockKV | None = None
+    earlier: Any = None
     base = W
     for level in range(1, tree.depth):
         own = jnp.broadcast_to(jnp.eye(W, dtype=bool), (B, W, W))

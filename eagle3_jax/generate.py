@@ -28,13 +28,14 @@ class Output:
     tokens: per row the new tokens, the first stop id included, nothing after it. finish_reasons: "stop" or "length" per row.
     accept_lengths: per row and decode cycle the tokens kept (accepted drafts + 1, after the cut); the token sampled by the
     prefill belongs to no cycle, so a row's sum is len(tokens) - 1.
-    trees: per row and cycle (tokens, parents) of the drafted tree, when recorded.
+    trees: per row and cycle (tokens, parents) of the drafted tree, when recorded; scores: the nodes' scores, likewise.
     """
 
     tokens: list[list[int]]
     finish_reasons: list[str]
     accept_lengths: list[list[int]]
     trees: list[list[tuple[list[int], list[int]]]] | None = None
+    scores: list[list[list[float]]] | None = None
 
     @property
     def tau(self) -> float:
@@ -166,15 +167,17 @@ def read(state: DecodeState) -> Output:
         }
     )
     rows = range(len(host["n_out"]))
-    trees = None
+    trees = scores = None
     if host["trees"] is not None:
-        tokens, parents = host["trees"]
+        tokens, parents, values = host["trees"]
         trees = [[(tokens[i, b].tolist(), parents[i, b].tolist()) for i in range(host["cycles"][b])] for b in rows]
+        scores = [[values[i, b].tolist() for i in range(host["cycles"][b])] for b in rows]
     output = Output(
         tokens=[host["out"][b, : host["n_out"][b]].tolist() for b in rows],
         finish_reasons=["stop" if stopped else "length" for stopped in host["stopped"]],
         accept_lengths=[host["accepted"][b, : host["cycles"][b]].tolist() for b in rows],
         trees=trees,
+        scores=scores,
     )
     broken = {b: int(host["bad"][b]) for b in rows if host["bad"][b] >= 0}
     if broken:

@@ -57,6 +57,9 @@ class ScriptedDraft:
     def new_cache(self, batch: int, slots: int) -> Cache:
         return self.inner.new_cache(batch, slots)
 
+    def begin(self, embed_VD: jax.Array, cache: Cache, first_B: jax.Array) -> Cache:
+        return self.inner.begin(embed_VD, cache, first_B)
+
     def extend(
         self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array
     ) -> tuple[Cache, jax.Array, jax.Array]:

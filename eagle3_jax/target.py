@@ -77,12 +77,15 @@ def forward(
     mask_BTT: jax.Array | None,
     cache: Cache | None = None,
     taps: tuple[int, ...] = (),
+    earlier: list[BlockKV] | None = None,
 ) -> TargetOutput:
     """One pass over T tokens that read the cache's valid slots and, by mask, each other. Nothing is written.
 
     tokens, positions: int32; mask: bool [B or 1, T, T], True where the row's query may read the column's key;
     None: plain causal attention over these tokens alone, without a cache.
     taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`.
+    earlier: per block, K/V of tokens that stand between cache and pass, as the `kv` of an earlier pass gives them; then the mask is
+    [B or 1, T, R] over theirs and the pass's own keys, and the `kv` returned holds both.
     """
     c = target.config
     if mask_BTT is None and cache is not None:
@@ -99,6 +102,8 @@ def forward(
         qkv = _project(block, "qkv", u)
         q = rotate(qkv[..., :-2, :].reshape(B, T, c.num_heads, c.head_dim), cos_sin)
         k, v = rotate(qkv[..., -2, :], cos_sin), qkv[..., -1, :]
+        if earlier is not None:
+            k, v = jnp.concatenate([earlier[i][0], k], axis=1), jnp.concatenate([earlier[i][1], v], axis=1)
         kv.append((k, v))
         if mask_BTT is None:
             attended = attend_causal(q, k, v)

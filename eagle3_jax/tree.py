@@ -81,12 +81,16 @@ class Pool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftTree:
-    """One tree per row: tokens, parents (the root's own is 0), depths, each int32 [B, M]; mask bool [B, M, M], ancestors and self."""
+    """One tree per row: tokens, parents (the root's own is 0), depths, each int32 [B, M]; mask bool [B, M, M], ancestors and self.
+
+    scores: float32 [B, M], by which the nodes were chosen (the root's own is 0); None for a tree that was not drafted.
+    """
 
     tokens: jax.Array
     parents: jax.Array
     depths: jax.Array
     mask: jax.Array
+    scores: jax.Array | None = None
 
 
 def root_only(root_B: jax.Array) -> DraftTree:
@@ -113,7 +117,8 @@ def select(root_B: jax.Array, pool: Pool, tree: Tree) -> DraftTree:
     zero = jnp.zeros((B, 1), jnp.int32)
     parents = jnp.concatenate([zero, parents], axis=1)
     depths = jnp.concatenate([zero, depths.astype(jnp.int32)], axis=1)
-    return DraftTree(tokens, parents, depths, ancestor_mask(parents, tree.depth))
+    scores = jnp.concatenate([jnp.zeros((B, 1)), jnp.take_along_axis(pool.scores, kept, axis=1)], axis=1)
+    return DraftTree(tokens, parents, depths, ancestor_mask(parents, tree.depth), scores)
 
 
 def ancestor_mask(parents_BM: jax.Array, depth: int) -> jax.Array:
