@@ -1,4 +1,4 @@
-"""Attention: one joint softmax over the cache and the pass's own tokens."""
+"""Attention: one joint softmax over the cache and the pass's own tokens; the causal pass; the training-time-test step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from eagle3_jax.flash import MASKED, Sight, flash
 from eagle3_jax.layers import precision
-
-MASKED = -1e30
-"""Score of a masked key: finite, so that a fully masked row has finite gradients."""
 
 
 def attend(
@@ -63,15 +61,53 @@ def attend(
     return out.reshape(B, K, group, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend_causal(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, block: int = 128) -> jax.Array:
-    """As `attend` with `causal_mask`, by blocks of queries that never touch the keys behind them: half the work, small score tiles."""
-    T = q_BTNH.shape[1]
+DENSE_LENGTH = 1024
+"""Up to so many keys, blocks of queries against all keys before them are the faster form; beyond, memory linear in the length counts."""
+
+IMPLEMENTATIONS = ("xla", "cudnn", "tpu")
+"""Of the causal pass: XLA everywhere; cuDNN's kernel on GPUs (bfloat16, rows that are not packed); JAX's Pallas kernel on TPUs."""
+
+
+def attend_causal(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array | None = None,
+    block: int = 128,
+    implementation: str = "xla",
+) -> jax.Array:
+    """As `attend` with `causal_mask`, never touching the keys behind a block of queries: half the work, memory linear in T.
+
+    segments_BT: int32; a token reads those of its own segment, and none of segment -1. implementation: one of IMPLEMENTATIONS; a kernel
+    that cannot take the call (type, packing, length) leaves it to XLA.
+    """
+    B, T = q_BTNH.shape[:2]
+    if implementation == "cudnn" and segments_BT is None and q_BTNH.dtype != jnp.float32:
+        return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
+    if implementation == "tpu" and T % 128 == 0:
+        return _tpu_causal(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    index = jnp.arange(T, dtype=jnp.int32)
+    segments = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
+    sight = Sight(jnp.broadcast_to(index, (B, T)), segments, segments)
+    if T > DENSE_LENGTH:
+        return flash(q_BTNH, k_BTKH, v_BTKH, sight)[0].astype(q_BTNH.dtype)
     parts = []
     for start in range(0, T, block):
         stop = min(start + block, T)
-        mask = jnp.arange(stop, dtype=jnp.int32)[None, :] <= jnp.arange(start, stop, dtype=jnp.int32)[:, None]
-        parts.append(attend(q_BTNH[:, start:stop], k_BTKH[:, :stop], v_BTKH[:, :stop], mask[None]))
+        mask = sight.mask(slice(start, stop), slice(0, stop))
+        parts.append(attend(q_BTNH[:, start:stop], k_BTKH[:, :stop], v_BTKH[:, :stop], mask))
     return jnp.concatenate(parts, axis=1)
+
+
+def _tpu_causal(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu import flash_attention as kernel
+
+    repeats = q_BTNH.shape[2] // k_BTKH.shape[2]
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q_BTNH, jnp.repeat(k_BTKH, repeats, axis=2), jnp.repeat(v_BTKH, repeats, axis=2)))
+    segments = None if segments_BT is None else kernel.SegmentIds(segments_BT, segments_BT)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        out = kernel.flash_attention(q, k, v, segment_ids=segments, causal=True, sm_scale=q.shape[-1] ** -0.5)
+    return out.transpose(0, 2, 1, 3)
 
 
 def causal_mask(length: int) -> jax.Array:
@@ -88,24 +124,46 @@ def ttt_attend(
     q_BCNH: jax.Array,
     k0_BTKH: jax.Array,
     v0_BTKH: jax.Array,
-    mask_BCT: jax.Array,
+    sight: Sight,
     later: Sequence[tuple[jax.Array, jax.Array]],
     block: int = 128,
+    dense: bool | None = None,
 ) -> jax.Array:
-    """Attention of a training-time-test step; returns [B, C, N, H].
+    """Attention of a training-time-test step (paper, figure 6); returns [B, C, N, H].
 
-    One joint float32 softmax over the keys of step 0 that `mask` admits and one key per later step, which only its own slot reads:
+    One joint float32 softmax over the keys of step 0 in `sight` and one key per later step, which only its own slot reads:
     later: per step 1..s, (k, v) [B, C, K, H] of the same C slots as the queries.
-    Query c must stand at a position of at most c + T - C, so that a block of queries need not touch the keys behind it.
+    dense: weights of all pairs are kept for the backward pass, block by block; False: memory linear in T; None: by length.
     """
     C, T = q_BCNH.shape[1], k0_BTKH.shape[1]
+    if dense is None:
+        dense = T <= DENSE_LENGTH
+    if not dense:
+        return _merge(q_BCNH, *flash(q_BCNH, k0_BTKH, v0_BTKH, sight), later)
     parts = []
     for start in range(0, C, block):
         stop = min(start + block, C)
         keys = stop + T - C
         diagonal = [(k[:, start:stop], v[:, start:stop]) for k, v in later]
-        parts.append(_ttt_block(q_BCNH[:, start:stop], k0_BTKH[:, :keys], v0_BTKH[:, :keys], mask_BCT[:, start:stop, :keys], diagonal))
+        mask = sight.mask(slice(start, stop), slice(0, keys))
+        parts.append(_ttt_block(q_BCNH[:, start:stop], k0_BTKH[:, :keys], v0_BTKH[:, :keys], mask, diagonal))
     return jnp.concatenate(parts, axis=1)
+
+
+def _merge(q_BCNH: jax.Array, out_BCNH: jax.Array, logsum_BCN: jax.Array, later: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """The softmax over the keys behind (out, logsum) and each slot's own later keys."""
+    B, C, N, H = q_BCNH.shape
+    exact = precision(q_BCNH.dtype)
+    if later:
+        K = later[0][0].shape[2]
+        q = q_BCNH.reshape(B, C, K, N // K, H) * jnp.asarray(H**-0.5, q_BCNH.dtype)
+        scores = [logsum_BCN.reshape(B, C, K, N // K)]
+        scores += [jnp.einsum("BCKGH,BCKH->BCKG", q, k, precision=exact, preferred_element_type=jnp.float32) for k, _ in later]
+        weights = jax.nn.softmax(jnp.stack(scores), axis=0)
+        out_BCNH = weights[0].reshape(B, C, N, 1) * out_BCNH
+        for weight, (_, v) in zip(weights[1:], later, strict=True):
+            out_BCNH = out_BCNH + (weight[..., None] * v.astype(jnp.float32)[:, :, :, None]).reshape(B, C, N, H)
+    return out_BCNH.astype(q_BCNH.dtype)
 
 
 def _ttt_block(

@@ -1,15 +1,16 @@
-"""Cached features to packed training batches, in an order that (seed, epoch, position) alone decides."""
+"""Cached features, or token ids alone, to packed training batches, in an order that (seed, epoch, position) alone decides."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from eagle3_jax.data.order import order
-from eagle3_jax.features import CachedExample, FeatureCache
+from eagle3_jax.features import CachedExample, Selection
 from eagle3_jax.packing import lay_out, pack
 from eagle3_jax.ttt import Batch, Recipe, scored
 
@@ -23,6 +24,32 @@ class Cursor:
     examples: int | None = None
 
 
+class Examples(Protocol):
+    """What batches are made of: so many examples are at hand, of so many in the end."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> CachedExample: ...
+    @property
+    def total(self) -> int: ...
+
+
+class TokenExamples:
+    """Examples without features, for a step in which the target itself runs."""
+
+    def __init__(self, selection: Selection):
+        self._examples = selection.examples
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    @property
+    def total(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> CachedExample:
+        return CachedExample(*self._examples[index])
+
+
 def slot_count(recipe: Recipe, response: np.ndarray) -> int:
     """Slots of one example that the recipe scores at some step."""
     one = response[None]
@@ -30,28 +57,36 @@ def slot_count(recipe: Recipe, response: np.ndarray) -> int:
 
 
 def make_batch(examples: Sequence[Sequence[CachedExample]], recipe: Recipe, rows: int, width: int, slots: int) -> Batch:
-    """A batch of numpy arrays from the examples of each row; missing rows are padding. Raises ValueError when a row is too long."""
+    """A batch of numpy arrays from the examples of each row; missing rows are padding. Raises ValueError when a row is too long.
+
+    Examples without features give a batch without them.
+    """
     some = next(e for row in examples for e in row)
-    A, D = some.features.shape[1], some.hidden.shape[1]
     tokens, positions, response, segments = (np.zeros((rows, width), np.int32) for _ in range(4))
-    argmax, at = np.full((rows, width), -1, np.int32), np.full((rows, slots), -1, np.int32)
-    features, hidden = np.zeros((rows, width, A), some.features.dtype), np.zeros((rows, width, D), some.hidden.dtype)
+    at = np.full((rows, slots), -1, np.int32)
+    known: dict[str, np.ndarray] = {}
+    for name in ("features", "hidden", "argmax"):
+        value = getattr(some, name)
+        if value is not None:
+            known[name] = np.full((rows, width, *value.shape[1:]), -1 if name == "argmax" else 0, value.dtype)
     for b, row in enumerate(examples):
         segments[b], positions[b], places = lay_out([len(e.ids) for e in row], width)
         for example, place in zip(row, places, strict=True):
-            tokens[b, place], response[b, place], argmax[b, place] = example.ids, example.response, example.argmax
-            features[b, place], hidden[b, place] = example.features, example.hidden
+            tokens[b, place], response[b, place] = example.ids, example.response
+            for name, into in known.items():
+                into[b, place] = getattr(example, name)
     valid = segments > 0
     for b, wanted in enumerate(scored(recipe, response, segments, valid).any(0)):
         index = np.flatnonzero(wanted)
         if len(index) > slots:
             raise ValueError(f"row {b} has {len(index)} scored slots, more than {slots}")
         at[b, slots - len(index) :] = index
+    features, hidden, argmax = (known.get(name) for name in ("features", "hidden", "argmax"))
     return Batch(tokens, positions, features, hidden, argmax, response, segments, valid, at)  # type: ignore[arg-type]
 
 
 class BatchSource:
-    """Batches of a feature cache for one recipe and one static shape.
+    """Batches of a feature cache (or of `TokenExamples`) for one recipe and one static shape.
 
     The first epoch follows the cache's own order and may run while the cache is still being written: it waits for the next shard.
     Every later epoch is a permutation of the examples by (seed, epoch). Rows are planned for a whole epoch (the first: for `window`
@@ -60,7 +95,7 @@ class BatchSource:
 
     def __init__(
         self,
-        open_cache: Callable[[], FeatureCache],
+        open_cache: Callable[[], Examples],
         recipe: Recipe,
         *,
         seed: int,
@@ -84,8 +119,7 @@ class BatchSource:
     @property
     def total(self) -> int:
         """Examples the finished cache will hold, or the limit."""
-        total = self._cache.manifest["identity"]["examples"]
-        return min(total, self._limit or total)
+        return min(self._cache.total, self._limit or self._cache.total)
 
     def _size(self, index: int) -> tuple[int, int]:
         while len(self._sizes) <= index:

@@ -46,13 +46,16 @@ class TokenExample(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CachedExample:
-    """ids, response, argmax: int32 [n]; features [n, A] and hidden [n, D]: bfloat16 views of the shard's files."""
+    """ids, response, argmax: int32 [n]; features [n, A] and hidden [n, D]: bfloat16 views of the shard's files.
+
+    The last three are None where the target runs within the training step.
+    """
 
     ids: np.ndarray
     response: np.ndarray
-    argmax: np.ndarray
-    features: np.ndarray
-    hidden: np.ndarray
+    argmax: np.ndarray | None = None
+    features: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +142,11 @@ class FeatureCache:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def total(self) -> int:
+        """Examples the finished cache will hold."""
+        return self.manifest["identity"]["examples"]
 
     @property
     def complete(self) -> bool:
@@ -317,10 +325,7 @@ def _argmax_rows(target: target_model.Target, hidden_ND: np.ndarray, chunk: int 
 
 @jax.jit
 def _argmax_chunk(target: target_model.Target, hidden_ND: jax.Array) -> jax.Array:
-    logits = target_model.logits(target, hidden_ND.astype(target.dtype))
-    # Two plain reductions: XLA's own argmax is several times slower on the CPU.
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), ids, logits.shape[1]), axis=-1)
+    return target_model.best_token(target, hidden_ND.astype(target.dtype))
 
 
 def _shard_ranges(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, int]]:

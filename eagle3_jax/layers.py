@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,12 @@ import numpy as np
 from eagle3_jax.config import RopeConfig
 
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., I] times w [I, ...O] (+ bias [...O]) in x's dtype. float32 means float32: accelerators must not round it to TF32."""
-    y = jnp.tensordot(x, w, axes=1, precision=precision(x.dtype))
+def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, result: Any = None) -> jax.Array:
+    """x [..., I] times w [I, ...O] (+ bias [...O]) in x's dtype. float32 means float32: accelerators must not round it to TF32.
+
+    result: type of the product where it is not x's; it is then not rounded in between.
+    """
+    y = jnp.tensordot(x, w, axes=1, precision=precision(x.dtype), preferred_element_type=result)
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 

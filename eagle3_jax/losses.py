@@ -23,11 +23,45 @@ def kl(teacher: jax.Array, draft: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(draft, axis=-1)), axis=-1)
 
 
-ROW_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"cross_entropy": cross_entropy, "kl": kl}
+def total_variation(teacher: jax.Array, draft: jax.Array) -> jax.Array:
+    """Half the L1 distance of p and q per row: one minus the chance that a token sampled from q is accepted."""
+    return 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(teacher, axis=-1) - jax.nn.softmax(draft, axis=-1)), axis=-1)
+
+
+def lk_alpha(teacher: jax.Array, draft: jax.Array) -> jax.Array:
+    """-log of the acceptance sum_u min(p, q) per row (LK losses, arXiv:2602.23881; "nla" in speculators).
+
+    Computed from log-probabilities, so that a row of hardly any overlap keeps its gradient.
+    """
+    return -jax.nn.logsumexp(jnp.minimum(jax.nn.log_softmax(teacher, axis=-1), jax.nn.log_softmax(draft, axis=-1)), axis=-1)
+
+
+LK_ETA = 3.0
+"""How fast `lk_lambda` moves from the divergence to the total variation; the best value of its paper."""
+
+
+def lk_lambda(teacher: jax.Array, draft: jax.Array) -> jax.Array:
+    """w KL + (1 - w) TV per row, w = exp(-LK_ETA times the row's acceptance), a constant for the gradient (arXiv:2602.23881).
+
+    Per row, as speculators' `lk_hybrid` has it; the paper averages the acceptance over the batch, which would make a row's loss depend
+    on which others stand beside it.
+    """
+    distance = total_variation(teacher, draft)
+    weight = jnp.exp(-LK_ETA * jax.lax.stop_gradient(1.0 - distance))
+    return weight * kl(teacher, draft) + (1.0 - weight) * distance
+
+
+ROW_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "cross_entropy": cross_entropy,
+    "kl": kl,
+    "total_variation": total_variation,
+    "lk_alpha": lk_alpha,
+    "lk_lambda": lk_lambda,
+}
 
 
 class RowResults(NamedTuple):
-    """Per row and step, float32 [J, R] losses (not weighted) and bool [J, R]: the draft's argmax is the teacher's. No gradient."""
+    """Per step and row, float32 [J, B, C] losses (not weighted) and bool [J, B, C]: the draft's argmax is the teacher's. No gradient."""
 
     loss: jax.Array
     correct: jax.Array
@@ -35,77 +69,70 @@ class RowResults(NamedTuple):
 
 def head_loss(
     name: str,
-    normed_JRD: jax.Array,
+    normed_JBCD: jax.Array,
     head_DU: jax.Array,
-    teacher_RE: jax.Array,
+    teacher_BCE: jax.Array,
     teacher_head_EU: jax.Array,
-    weight_JR: jax.Array,
-    label_R: jax.Array,
-    chunk: int = 256,
+    weight_JBC: jax.Array,
+    label_BC: jax.Array,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, RowResults]:
-    """(sum of weight times loss, per-row results) with at most `chunk` rows of logits alive, forward and backward.
+    """(sum of weight times loss, per-row results) with the logits of `chunk` entries of each row alive, forward and backward.
 
-    Row r has one teacher, `teacher[r] @ teacher_head` (frozen), and J drafts, `normed[s, r] @ head`.
+    Entry (b, c) has one teacher, `teacher[b, c] @ teacher_head` (frozen), and J drafts, `normed[s, b, c] @ head`.
     label: the teacher's argmax as a draft id, -1 when it is outside the draft vocabulary (never correct).
+    chunk: None is 256 entries over all B rows. Chunks run along C: rows that lie on different devices stay there.
     """
-    R = label_R.shape[0]
-    chunk = min(chunk, R)
-    pad = -R % chunk
+    B, C = label_BC.shape
+    chunk = min(max(1, 256 // B) if chunk is None else chunk, C)
+    pad = -C % chunk
     total, results = _head_loss(  # pyright: ignore[reportGeneralTypeIssues]  # custom_vjp hides the type
         name,
         chunk,
-        jnp.pad(normed_JRD, ((0, 0), (0, pad), (0, 0))),
+        jnp.pad(normed_JBCD, ((0, 0), (0, 0), (0, pad), (0, 0))),
         head_DU,
-        jnp.pad(teacher_RE, ((0, pad), (0, 0))),
+        jnp.pad(teacher_BCE, ((0, 0), (0, pad), (0, 0))),
         teacher_head_EU,
-        jnp.pad(weight_JR, ((0, 0), (0, pad))),
-        jnp.pad(label_R, (0, pad), constant_values=-1),
+        jnp.pad(weight_JBC, ((0, 0), (0, 0), (0, pad))),
+        jnp.pad(label_BC, ((0, 0), (0, pad)), constant_values=-1),
     )
-    return total, RowResults(results.loss[:, :R], results.correct[:, :R])
+    return total, RowResults(results.loss[:, :, :C], results.correct[:, :, :C])
 
 
 def _chunk_loss(
     name: str,
-    normed_JrD: jax.Array,
+    normed_JBcD: jax.Array,
     head_DU: jax.Array,
-    teacher_rE: jax.Array,
+    teacher_BcE: jax.Array,
     teacher_head_EU: jax.Array,
-    weight_Jr: jax.Array,
-    label_r: jax.Array,
+    weight_JBc: jax.Array,
+    label_Bc: jax.Array,
 ) -> tuple[jax.Array, RowResults]:
-    """One chunk: (weighted sum, RowResults of [J, r])."""
-    J, r, D = normed_JrD.shape
-    draft = linear(normed_JrD.reshape(J * r, D), head_DU).astype(jnp.float32).reshape(J, r, -1)
-    teacher = jax.lax.stop_gradient(linear(teacher_rE.astype(head_DU.dtype), teacher_head_EU).astype(jnp.float32))
+    """One chunk: (weighted sum, RowResults of [J, B, c])."""
+    draft = linear(normed_JBcD, head_DU, result=jnp.float32)
+    teacher = jax.lax.stop_gradient(linear(teacher_BcE.astype(head_DU.dtype), teacher_head_EU.astype(head_DU.dtype), result=jnp.float32))
     loss = ROW_LOSSES[name](teacher[None], draft)
-    ids = jax.lax.broadcasted_iota(jnp.int32, draft.shape, 2)
+    ids = jax.lax.broadcasted_iota(jnp.int32, draft.shape, 3)
     still = jax.lax.stop_gradient(draft)
     best = jnp.min(jnp.where(still == jnp.max(still, axis=-1, keepdims=True), ids, draft.shape[-1]), axis=-1)
-    correct = (best == label_r[None]) & (label_r >= 0)[None]
+    correct = (best == label_Bc[None]) & (label_Bc >= 0)[None]
     # A weight of zero must silence a row whatever its loss is.
-    return jnp.sum(jnp.where(weight_Jr > 0, weight_Jr * loss, 0.0)), RowResults(jax.lax.stop_gradient(loss), correct)
+    return jnp.sum(jnp.where(weight_JBc > 0, weight_JBc * loss, 0.0)), RowResults(jax.lax.stop_gradient(loss), correct)
 
 
-def _rows_first(x_JR: jax.Array, chunk: int) -> jax.Array:
-    """[J, R, ...] -> [R / chunk, J, chunk, ...]."""
-    J, R = x_JR.shape[:2]
-    return jnp.moveaxis(x_JR.reshape(J, R // chunk, chunk, *x_JR.shape[2:]), 1, 0)
+def _cut(x: jax.Array, axis: int, chunk: int) -> jax.Array:
+    """Axis C as (chunks, chunk), the chunks in front: what a scan walks over."""
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :]), axis, 0)
 
 
-def _steps_first(x: jax.Array) -> jax.Array:
-    """The inverse of `_rows_first`."""
-    chunks, J, r = x.shape[:3]
-    return jnp.moveaxis(x, 0, 1).reshape(J, chunks * r, *x.shape[3:])
+def _join(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `_cut`."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def _operands(chunk, normed, teacher, weight, label):
-    R = label.shape[0]
-    return (
-        _rows_first(normed, chunk),
-        teacher.reshape(R // chunk, chunk, -1),
-        _rows_first(weight, chunk),
-        label.reshape(R // chunk, chunk),
-    )
+    return _cut(normed, 2, chunk), _cut(teacher, 1, chunk), _cut(weight, 2, chunk), _cut(label, 1, chunk)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -116,7 +143,7 @@ def _head_loss(name, chunk, normed, head, teacher, teacher_head, weight, label):
         return total + part, results
 
     total, results = jax.lax.scan(body, jnp.zeros((), jnp.float32), _operands(chunk, normed, teacher, weight, label))
-    return total, RowResults(*map(_steps_first, results))
+    return total, RowResults(*(_join(x, 2) for x in results))
 
 
 def _head_loss_forward(name, chunk, normed, head, teacher, teacher_head, weight, label):
@@ -130,7 +157,7 @@ def _head_loss_forward(name, chunk, normed, head, teacher, teacher_head, weight,
 
     carry = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
     (total, d_head), (results, d_n) = jax.lax.scan(body, carry, _operands(chunk, normed, teacher, weight, label))
-    return (total, RowResults(*map(_steps_first, results))), (_steps_first(d_n), d_head.astype(head.dtype))
+    return (total, RowResults(*(_join(x, 2) for x in results))), (_join(d_n, 2), d_head.astype(head.dtype))
 
 
 def _head_loss_backward(name, chunk, saved, cotangent):

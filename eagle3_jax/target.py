@@ -78,11 +78,14 @@ def forward(
     cache: Cache | None = None,
     taps: tuple[int, ...] = (),
     earlier: list[BlockKV] | None = None,
+    segments_BT: jax.Array | None = None,
+    attention: str = "xla",
 ) -> TargetOutput:
     """One pass over T tokens that read the cache's valid slots and, by mask, each other. Nothing is written.
 
     tokens, positions: int32; mask: bool [B or 1, T, T], True where the row's query may read the column's key;
-    None: plain causal attention over these tokens alone, without a cache.
+    None: plain causal attention over these tokens alone, without a cache; with segments, int32 [B, T], a token reads its own only,
+    and those of segment -1 are never read. attention: the implementation of that causal pass.
     taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`.
     earlier: per block, K/V of tokens that stand between cache and pass, as the `kv` of an earlier pass gives them; then the mask is
     [B or 1, T, R] over theirs and the pass's own keys, and the `kv` returned holds both.
@@ -106,7 +109,7 @@ def forward(
             k, v = jnp.concatenate([earlier[i][0], k], axis=1), jnp.concatenate([earlier[i][1], v], axis=1)
         kv.append((k, v))
         if mask_BTT is None:
-            attended = attend_causal(q, k, v)
+            attended = attend_causal(q, k, v, segments_BT, implementation=attention)
         else:
             attended = attend(q, k, v, mask_BTT, None if cache is None else (cache.k[i], cache.v[i], cache.lengths))
         x = x + _project(block, "o", attended.reshape(B, T, -1))
@@ -122,6 +125,14 @@ def logits(target: Target, hidden: jax.Array) -> jax.Array:
     """float32 [..., V] from the normed hidden states [..., D]."""
     weight = target.embed[...].T if target.config.tie_embeddings else target.head[...]
     return linear(hidden, weight).astype(jnp.float32)
+
+
+def best_token(target: Target, hidden: jax.Array) -> jax.Array:
+    """int32 [...]: the argmax over the full vocabulary of the normed hidden states [..., D], ties to the lowest id."""
+    scores = logits(target, hidden)
+    # Two plain reductions: XLA's own argmax is several times slower on the CPU.
+    ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    return jnp.min(jnp.where(scores == jnp.max(scores, axis=-1, keepdims=True), ids, scores.shape[-1]), axis=-1)
 
 
 def parts(config: TargetConfig) -> dict[str, tuple[str, tuple, tuple[int, ...]]]:

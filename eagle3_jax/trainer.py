@@ -12,15 +12,20 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from eagle3_jax.attention import IMPLEMENTATIONS
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.online import observe
 from eagle3_jax.params import fill, named_variables
+from eagle3_jax.target import Target
 from eagle3_jax.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, divisors, scored, ttt_loss
 
 Params = dict[str, jax.Array]
 """Trained parameters by name, float32."""
 
 OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear")
+COMPUTE_TYPES = ("float32", "bfloat16")
 
 ORTHOGONAL = ("fc", "q", "k", "v", "o", "gate", "up", "down")
 """Matrices that the "muon" optimizer updates with orthogonalised momentum; norms and the output head stay with AdamW."""
@@ -31,8 +36,11 @@ class TrainConfig:
     """Everything that decides what training computes.
 
     steps: optimizer updates. row_tokens, row_slots: static widths T and C of a packed row; rows per micro-batch; accumulate micro-batches
-    per update. peak_lr is reached after `warmup` updates, held, and lowered along a half cosine over the last `decay` updates to
-    floor * peak_lr (decay None: all updates after the warm-up). clip: global gradient norm. optimizer: "adamw" or "muon".
+    per update. peak_lr is reached after `warmup` updates, held, and lowered along a half cosine or a line (`schedule`) over the last
+    `decay` updates to floor * peak_lr (decay None: all updates after the warm-up). clip: global gradient norm. optimizer: "adamw" or
+    "muon". compute: the type of activations and products; parameters, their gradients' sums and the optimizer are float32 always.
+    online: the target runs within the step, instead of features computed beforehand, with its causal pass by `attention`.
+    remat: see `ttt_loss`.
     """
 
     recipe: Recipe = RECIPES["aligned"]
@@ -51,6 +59,11 @@ class TrainConfig:
     b2: float = 0.95
     optimizer: str = "adamw"
     seed: int = 0
+    schedule: str = "cosine"
+    compute: str = "float32"
+    online: bool = False
+    attention: str = "xla"
+    remat: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "rows", "row_tokens", "row_slots", "accumulate"):
@@ -58,8 +71,9 @@ class TrainConfig:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         if self.row_slots > self.row_tokens:
             raise ValueError(f"row_slots {self.row_slots} exceeds row_tokens {self.row_tokens}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {self.optimizer!r} is unknown (known: {', '.join(OPTIMIZERS)})")
+        for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("compute", COMPUTE_TYPES), ("attention", IMPLEMENTATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown (known: {', '.join(known)})")
         if not self.peak_lr > 0 or not self.clip > 0 or not 0 <= self.floor <= 1:
             raise ValueError("peak_lr and clip must be positive and floor must lie in 0..1")
         if self.warmup + (self.decay or 0) > self.steps:
@@ -71,7 +85,8 @@ class TrainConfig:
         step = jnp.asarray(step, jnp.float32)
         rising = (step + 1.0) / max(1, self.warmup)
         left = jnp.clip((self.steps - step) / max(1, decay), 0.0, 1.0)
-        falling = self.floor + (1.0 - self.floor) * 0.5 * (1.0 - jnp.cos(jnp.pi * left))
+        shape = left if self.schedule == "linear" else 0.5 * (1.0 - jnp.cos(jnp.pi * left))
+        falling = self.floor + (1.0 - self.floor) * shape
         return jnp.float32(self.peak_lr) * jnp.minimum(jnp.minimum(rising, 1.0), falling)
 
 
@@ -88,10 +103,12 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """What a step reads and never changes: the target's tables and the draft's untrained variables by name (d2t, a frozen head)."""
+    """What a step reads and never changes: the target's tables, the draft's untrained variables by name (d2t, a frozen head), and the
+    target itself where it runs within the step."""
 
     frozen: Frozen
     variables: dict[str, jax.Array]
+    target: Target | None = None
 
 
 class StepMetrics(NamedTuple):
@@ -147,21 +164,29 @@ def loss_and_gradient(
     global_divisors = divisors(config.recipe, masks.transpose(1, 0, 2, 3).reshape(J, parts * B, T))
 
     def loss(params: Params, part: Batch) -> tuple[jax.Array, Metrics]:
-        return ttt_loss(join(draft_config, params, fixed.variables), fixed.frozen, part, config.recipe, global_divisors)
+        draft = join(draft_config, in_type(params, config.compute), fixed.variables)
+        return ttt_loss(draft, fixed.frozen, part, config.recipe, global_divisors, remat=config.remat)
 
-    gradient = jax.value_and_grad(loss, has_aux=True)
-    if parts == 1:
-        (total, metrics), grads = gradient(params, jax.tree.map(lambda x: x[0], batch))
+    def gradient(part: Batch) -> tuple[jax.Array, Metrics, Params]:
+        (total, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, complete(draft_config, fixed, part, config.attention))
         return total, metrics, grads
 
-    def add(carry: Any, part: Batch) -> tuple[Any, None]:
-        (total, metrics), grads = gradient(params, part)
-        return jax.tree.map(jnp.add, carry, (total, metrics, grads)), None
-
     first = jax.tree.map(lambda x: x[0], batch)
-    (total, metrics), grads = gradient(params, first)
-    carry, _ = jax.lax.scan(add, (total, metrics, grads), jax.tree.map(lambda x: x[1:], batch))
-    return carry
+    if parts == 1:
+        return gradient(first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
+    summed, _ = jax.lax.scan(lambda carry, part: (jax.tree.map(jnp.add, carry, gradient(part)), None), zeros, batch)
+    return summed
+
+
+def in_type(params: Params, dtype: str) -> Params:
+    """The float32 masters as the forward pass reads them; gradients come back in float32 through the cast."""
+    return {name: value.astype(dtype) for name, value in params.items()}
+
+
+def complete(draft_config: DraftConfig, fixed: Fixed, batch: Batch, attention: str = "xla") -> Batch:
+    """The batch with the target's features, computed here when the target is at hand."""
+    return batch if fixed.target is None else observe(fixed.target, draft_config.taps, batch, attention)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -181,7 +206,7 @@ def train_step(
 @partial(jax.jit, static_argnums=(0, 1))
 def eval_step(draft_config: DraftConfig, recipe: Recipe, params: Params, fixed: Fixed, batch: Batch) -> Metrics:
     """Metrics of one batch (arrays without the micro-batch axis)."""
-    return ttt_loss(join(draft_config, params, fixed.variables), fixed.frozen, batch, recipe)[1]
+    return ttt_loss(join(draft_config, params, fixed.variables), fixed.frozen, complete(draft_config, fixed, batch), recipe)[1]
 
 
 class Evaluation(NamedTuple):

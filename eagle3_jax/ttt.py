@@ -16,6 +16,7 @@ import numpy as np
 from eagle3_jax import draft as draft_model
 from eagle3_jax.attention import ttt_attend
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.flash import Sight
 from eagle3_jax.layers import rms_norm
 from eagle3_jax.losses import head_loss
 
@@ -74,6 +75,7 @@ class Batch:
 
     tokens, positions: int32 [B, T]; positions restart in each segment.
     features: [B, T, A] tapped states; hidden: [B, T, D] final normed states; argmax: int32 [B, T], the target's choice (-1: not known).
+    These three are None where the target itself runs within the step (`online.observe` fills them in).
     response: int32 [B, T], 0 outside responses, r in the r-th of its document. segments: int32 [B, T], the document of each token.
     valid: bool [B, T], False for padding, which no token reads.
     slots: int32 [B, C], the slots that are scored at some step, ascending, with -1 (none) in front. Every other slot only lends its K/V.
@@ -81,9 +83,9 @@ class Batch:
 
     tokens: jax.Array
     positions: jax.Array
-    features: jax.Array
-    hidden: jax.Array
-    argmax: jax.Array
+    features: jax.Array | None
+    hidden: jax.Array | None
+    argmax: jax.Array | None
     response: jax.Array
     segments: jax.Array
     valid: jax.Array
@@ -161,13 +163,22 @@ def divisors(recipe: Recipe, scored_JBT: jax.Array) -> jax.Array:
 
 
 def ttt_loss(
-    draft: Eagle3Draft, frozen: Frozen, batch: Batch, recipe: Recipe, divisors_J: jax.Array | None = None
+    draft: Eagle3Draft,
+    frozen: Frozen,
+    batch: Batch,
+    recipe: Recipe,
+    divisors_J: jax.Array | None = None,
+    *,
+    remat: bool = False,
 ) -> tuple[jax.Array, Metrics]:
     """(sum over steps of decay^s times L_s, metrics) of one batch; the gradient flows through all steps.
 
     divisors_J: those of the whole global batch when this is a part of it; None: this batch's own.
+    remat: the backward pass recomputes each step's layer instead of keeping what it computed: less memory, a third more work.
     """
     J = recipe.steps
+    if batch.features is None or batch.hidden is None or batch.argmax is None:
+        raise ValueError("the batch holds no features: let `observe` compute them first")
     masks_JBT = scored(recipe, batch.response, batch.segments, batch.valid)
     if divisors_J is None:
         divisors_J = divisors(recipe, masks_JBT)
@@ -178,7 +189,7 @@ def ttt_loss(
         """The scored slots' entries of x [B, T, ...]."""
         return jnp.take_along_axis(x, at_BC.reshape(*at_BC.shape, *(1,) * (x.ndim - 2)), axis=1)
 
-    states_JBCD = _unroll(draft, frozen.embed, batch, J, pick)
+    states_JBCD = _unroll(draft, frozen.embed, batch, J, pick, remat)
     normed = rms_norm(states_JBCD, draft.norm[...], draft.config.rms_norm_eps)
 
     # From here on row c stands for the token PREDICTED after position slots[c] + 1: its teacher is one, its drafts are those of step s
@@ -197,18 +208,9 @@ def ttt_loss(
     per_row = jnp.asarray(recipe.weights()) / divisors_J
     weight = jnp.where(trained, per_row[:, None, None], 0.0)
     head = draft.head[...] if recipe.train_head else jax.lax.stop_gradient(draft.head[...])
-    R = label.size
-    total, results = head_loss(
-        recipe.loss,
-        drafts.reshape(J, R, -1),
-        head,
-        teacher.reshape(R, -1),
-        frozen.teacher_head,
-        weight.reshape(J, R),
-        label.reshape(R),
-    )
-    loss = jnp.sum(jnp.where(trained.reshape(J, R), results.loss, 0.0), axis=1) / divisors_J
-    correct_JBC = results.correct.reshape(rows_JBC.shape) & rows_JBC
+    total, results = head_loss(recipe.loss, drafts, head, teacher, frozen.teacher_head, weight, label)
+    loss = jnp.sum(jnp.where(trained, results.loss, 0.0), axis=(1, 2)) / divisors_J
+    correct_JBC = results.correct & rows_JBC
     # Back to slots: entry c + s of step s is slot c's own.
     alive, survived = jnp.ones(batch.slots.shape, bool), []
     for s in range(J):
@@ -218,28 +220,27 @@ def ttt_loss(
     return total, Metrics(loss, count(masks_JBC), count(correct_JBC), jnp.stack(survived))
 
 
-def _unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pick: Any) -> jax.Array:
+def _unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pick: Any, remat: bool = False) -> jax.Array:
     """a [J, B, C, D] of every step at the scored slots.
 
     Keys of step 0 are needed at every slot; all else only where a slot is scored, because a later key is read by its own slot alone.
     """
     segments, dtype = batch.segments, draft.dtype
+    project = jax.checkpoint(draft_model.project_qkv) if remat else draft_model.project_qkv
+    finish = jax.checkpoint(draft_model.finish_layer) if remat else draft_model.finish_layer
     g = draft_model.fuse(draft, batch.features)
     embedded = embed_VD[shift(batch.tokens, 1, segments)].astype(dtype)
-    q, k0, v0 = draft_model.project_qkv(draft, embedded, g, batch.positions)
+    q, k0, v0 = project(draft, embedded, g, batch.positions)
     q, x, positions = pick(q), pick(g), pick(batch.positions)
-    T = segments.shape[1]
-    index = jnp.arange(T, dtype=jnp.int32)
-    mask = (jnp.maximum(batch.slots, 0)[:, :, None] >= index[None, None, :]) & batch.valid[:, None, :]
-    mask = mask & (pick(segments)[:, :, None] == segments[:, None, :])
+    sight = Sight(jnp.maximum(batch.slots, 0), pick(segments), jnp.where(batch.valid, segments, -1))
     later: list[tuple[jax.Array, jax.Array]] = []
     states = []
     for s in range(steps):
         if s:
             embedded = embed_VD[pick(shift(batch.tokens, 1 + s, segments))].astype(dtype)
-            q, k, v = draft_model.project_qkv(draft, embedded, x, positions + s)
+            q, k, v = project(draft, embedded, x, positions + s)
             later.append((k, v))
-        x = draft_model.finish_layer(draft, x, ttt_attend(q, k0, v0, mask, later))
+        x = finish(draft, x, ttt_attend(q, k0, v0, sight, later))
         states.append(x)
     return jnp.stack(states)
 

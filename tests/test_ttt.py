@@ -322,9 +322,9 @@ def test_gradient_equals_finite_differences() -> None:
 
 def test_chunking_changes_nothing() -> None:
     keys = jax.random.split(jax.random.key(0), 5)
-    n, head = jax.random.normal(keys[0], (3, 10, D)), jax.random.normal(keys[1], (D, 24))
-    teacher, weight = jax.random.normal(keys[2], (10, D)), jax.random.uniform(keys[3], (3, 10))
-    label = jax.random.randint(keys[4], (10,), -1, 24)
+    n, head = jax.random.normal(keys[0], (3, 2, 10, D)), jax.random.normal(keys[1], (D, 24))
+    teacher, weight = jax.random.normal(keys[2], (2, 10, D)), jax.random.uniform(keys[3], (3, 2, 10))
+    label = jax.random.randint(keys[4], (2, 10), -1, 24)
 
     def run(chunk: int) -> Any:
         loss = lambda n, h: head_loss("kl", n, h, teacher, frozen().teacher_head, weight, label, chunk)  # noqa: E731

@@ -1,0 +1,142 @@
+"""Exact attention in memory linear in the length: blocks of keys under a running maximum, nothing of the size queries x keys kept.
+
+The backward pass recomputes each block's weights from the logarithm of the softmax's sum. Source: FlashAttention-2 (arXiv:2307.08691).
+Both passes are one scan over the (query block, key block) pairs that causality leaves, so that a program's products can be counted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.layers import precision
+
+MASKED = -1e30
+"""Score of a masked key: finite, so that a fully masked row has finite gradients."""
+
+
+class Sight(NamedTuple):
+    """Which keys a query reads, without a mask of all pairs: those at or before its own place, of its own segment.
+
+    at: int32 [B, C], each query's index among the keys. query_segment: int32 [B, C]. key_segment: int32 [B, T], -1: never read.
+    Query c must stand at most at c + T - C, so that a block of queries need not touch the keys behind it.
+    """
+
+    at: jax.Array
+    query_segment: jax.Array
+    key_segment: jax.Array
+
+    def mask(self, queries: slice, keys: slice) -> jax.Array:
+        """bool [B, c, t] of a block."""
+        index = jnp.arange(keys.start, keys.stop, dtype=jnp.int32)
+        return _readable(self.at[:, queries], self.query_segment[:, queries], index, self.key_segment[:, keys])
+
+
+def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight, block: int = 512) -> tuple[jax.Array, jax.Array]:
+    """(softmax(q k / sqrt(H)) v over the keys in sight, float32 [B, C, N, H]; the logarithm of its sum, float32 [B, C, N]).
+
+    Softmax and sums are float32, products take the inputs' type. A query that sees no key gets zeros and the logarithm -1e30.
+    Both results are differentiable, so that further keys can be merged in; temporaries are linear in C and T.
+    """
+    B, C, N, H = q_BCNH.shape
+    T, K = k_BTKH.shape[1:3]
+    G = N // K
+    rows, keys = min(block, C), min(block, T)
+    more_rows, more_keys = -C % rows, -T % keys
+
+    def cut(x: jax.Array, size: int, more: int, fill: int = 0) -> jax.Array:
+        """[B, length, ...] -> [blocks, B, size, ...]."""
+        x = jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+        return jnp.moveaxis(x.reshape(B, -1, size, *x.shape[2:]), 1, 0)
+
+    q = cut(q_BCNH * jnp.asarray(H**-0.5, q_BCNH.dtype), rows, more_rows)
+    q = q.reshape(*q.shape[:3], K, G, H).transpose(0, 1, 3, 4, 2, 5).reshape(-1, B, K, G * rows, H)
+    k, v = (cut(x, keys, more_keys).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
+    at, query_segment, key_segment = (jnp.broadcast_to(x, (B, x.shape[1])) for x in sight)
+    sight = Sight(cut(at, rows, more_rows, -1), cut(query_segment, rows, more_rows, -2), cut(key_segment, keys, more_keys, -1))
+    pairs = np.asarray([(i, j) for i in range(len(q)) for j in range(-(-min(min((i + 1) * rows, C) + T - C, T) // keys))], np.int32)
+    out, logsum = _flash(G, q, k, v, sight, jnp.asarray(pairs))  # pyright: ignore[reportGeneralTypeIssues]  # custom_vjp hides the type
+
+    def whole(x: jax.Array) -> jax.Array:
+        """[blocks, B, K, G * rows, ...] -> [B, C, N, ...]."""
+        x = jnp.moveaxis(x.reshape(-1, B, K, G, rows, *x.shape[4:]), (0, 4), (1, 2))
+        return x.reshape(B, -1, N, *x.shape[5:])[:, :C]
+
+    return whole(out), whole(logsum)
+
+
+def _readable(at: jax.Array, query_segment: jax.Array, index: jax.Array, key_segment: jax.Array) -> jax.Array:
+    """bool [B, c, t]."""
+    return (at[:, :, None] >= index[None, None]) & (query_segment[:, :, None] == key_segment[:, None])
+
+
+def _block_scores(
+    group: int, q_BKXH: jax.Array, k_BKtH: jax.Array, sight: Sight, i: jax.Array, j: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(scores float32 [B, K, X, t], which of them count) of query block i against key block j."""
+    s = jnp.einsum("BKXH,BKtH->BKXt", q_BKXH, k_BKtH, precision=precision(q_BKXH.dtype), preferred_element_type=jnp.float32)
+    size = k_BKtH.shape[2]
+    index = j * size + jnp.arange(size, dtype=jnp.int32)
+    mask = _readable(sight.at[i], sight.query_segment[i], index, sight.key_segment[j])
+    return s, jnp.tile(mask, (1, group, 1))[:, None]
+
+
+def _product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product of weights in float32 with a block, in the block's type, summed in float32."""
+    return jnp.einsum(form, a.astype(b.dtype), b, precision=precision(b.dtype), preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(group, q, k, v, sight, pairs):
+    return _flash_forward(group, q, k, v, sight, pairs)[0]
+
+
+def _flash_forward(group, q, k, v, sight, pairs):
+    def step(carry, pair):
+        out, peak, total = carry
+        i, j = pair
+        s, mask = _block_scores(group, q[i], k[j], sight, i, j)
+        s = jnp.where(mask, s, MASKED)
+        old = peak[i]
+        new = jnp.maximum(old, jnp.max(s, axis=-1))
+        weight = jnp.where(mask, jnp.exp(s - new[..., None]), 0.0)
+        keep = jnp.exp(old - new)
+        fresh = out[i] * keep[..., None] + _product("BKXt,BKtH->BKXH", weight, v[j])
+        return (out.at[i].set(fresh), peak.at[i].set(new), total.at[i].set(total[i] * keep + jnp.sum(weight, axis=-1))), None
+
+    start = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], MASKED, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32))
+    (out, peak, total), _ = jax.lax.scan(step, start, (pairs[:, 0], pairs[:, 1]))
+    seen = total > 0
+    total = jnp.where(seen, total, 1.0)
+    out, logsum = out / total[..., None], jnp.where(seen, peak + jnp.log(total), MASKED)
+    return (out, logsum), (q, k, v, sight, pairs, out, logsum)
+
+
+def _flash_backward(group, saved, cotangent):
+    q, k, v, sight, pairs, out, logsum = saved
+    d_out, d_logsum = cotangent
+    # What every score's gradient of a row has in common.
+    shared = d_logsum - jnp.sum(d_out * out, axis=-1)
+
+    def step(carry, pair):
+        d_q, d_k, d_v = carry
+        i, j = pair
+        s, mask = _block_scores(group, q[i], k[j], sight, i, j)
+        weight = jnp.where(mask, jnp.exp(jnp.where(mask, s, MASKED) - logsum[i][..., None]), 0.0)
+        d_weight = _product("BKXH,BKtH->BKXt", d_out[i], v[j])
+        d_s = weight * (d_weight + shared[i][..., None])
+        d_v = d_v.at[j].add(_product("BKXt,BKXH->BKtH", weight, d_out[i].astype(v.dtype)))
+        d_k = d_k.at[j].add(_product("BKXt,BKXH->BKtH", d_s, q[i]))
+        d_q = d_q.at[i].add(_product("BKXt,BKtH->BKXH", d_s, k[j]))
+        return (d_q, d_k, d_v), None
+
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    (d_q, d_k, d_v), _ = jax.lax.scan(step, start, (pairs[:, 0], pairs[:, 1]))
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)

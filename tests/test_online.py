@@ -1,0 +1,96 @@
+"""The target within the training step against features computed beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_set import TAPS, conversations, selection, tiny_draft, tiny_frozen, tiny_target
+
+from eagle3_jax import target as target_model
+from eagle3_jax.batches import BatchSource, Cursor, TokenExamples
+from eagle3_jax.features import CachedExample
+from eagle3_jax.online import observe
+from eagle3_jax.trainer import Fixed, TrainConfig, new_state, split, train_step
+from eagle3_jax.ttt import recipe
+
+CONFIG = TrainConfig(recipe=recipe("aligned", steps=3), steps=10, rows=2, row_tokens=48, row_slots=40, warmup=2, peak_lr=1e-2)
+
+
+@partial(jax.jit, static_argnums=1)
+def forward(target, taps, tokens):
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    out = target_model.forward(target, tokens, positions, None, taps=taps)
+    return out.hidden[0], out.features[0], target_model.best_token(target, out.hidden[0])
+
+
+class Known:
+    """The examples with float32 features, each computed alone."""
+
+    def __init__(self, target):
+        self.examples = []
+        for ids, response in selection().examples:
+            padded = np.zeros((1, 32), np.int32)
+            padded[0, : len(ids)] = ids
+            hidden, features, argmax = (np.asarray(x)[: len(ids)] for x in forward(target, TAPS, padded))
+            self.examples.append(CachedExample(ids, response, argmax, features, hidden))
+
+    def __len__(self):
+        return len(self.examples)
+
+    total = property(__len__)
+
+    def __getitem__(self, index):
+        return self.examples[index]
+
+
+def source(examples) -> BatchSource:
+    return BatchSource(lambda: examples, CONFIG.recipe, seed=0, rows=CONFIG.rows, width=CONFIG.row_tokens, slots=CONFIG.row_slots)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_online_equals_offline(accumulate: int) -> None:
+    """Ten updates from token ids alone and from cached float32 features, packed rows and all."""
+    target = tiny_target()
+    online = dataclasses.replace(CONFIG, online=True, accumulate=accumulate)
+    offline = dataclasses.replace(CONFIG, accumulate=accumulate)
+    results = []
+    for config, examples, inside in ((offline, Known(target), None), (online, TokenExamples(selection()), target)):
+        params, variables = split(tiny_draft(), config.recipe)
+        state, fixed = new_state(params, config), Fixed(tiny_frozen(target), variables, inside)
+        batches = source(examples)
+        stream, losses = batches.plan(Cursor()), []
+        for _ in range(10):
+            parts = [batches.build(next(stream)[0]) for _ in range(accumulate)]
+            state, metrics = train_step(tiny_draft().config, config, state, fixed, jax.tree.map(lambda *x: np.stack(x), *parts))
+            losses.append((float(metrics.total), *map(int, metrics.per_step.correct)))
+        results.append((losses, jax.device_get(state.params)))
+    (losses, params), (other_losses, other_params) = results
+    assert sum(correct for _, *steps in losses for correct in steps) > 0
+    np.testing.assert_allclose(losses, other_losses, rtol=1e-5)
+    for name, value in params.items():
+        np.testing.assert_allclose(other_params[name], value, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_observed_argmax_is_known_exactly_where_a_slot_asks() -> None:
+    target, known = tiny_target(), Known(tiny_target())
+    batch = source(TokenExamples(selection())).build([[0, 3], [5]])
+    seen = observe(target, TAPS, batch, chunk=7)
+    want = source(known).build([[0, 3], [5]])
+    asked = np.zeros(batch.tokens.shape, bool)
+    for b, slots in enumerate(batch.slots):
+        asked[b, slots[slots >= 0] + 1] = True
+    np.testing.assert_array_equal(np.asarray(seen.argmax), np.where(asked, want.argmax, -1))
+    np.testing.assert_allclose(np.asarray(seen.hidden)[batch.valid], want.hidden[batch.valid], rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_without_features_needs_the_target() -> None:
+    params, variables = split(tiny_draft(), CONFIG.recipe)
+    batch = source(TokenExamples(selection(conversations(4)))).build([[0], [1]])
+    fixed = Fixed(tiny_frozen(tiny_target()), variables)
+    with pytest.raises(ValueError, match="holds no features"):
+        train_step(tiny_draft().config, CONFIG, new_state(params, CONFIG), fixed, jax.tree.map(lambda x: x[None], batch))
