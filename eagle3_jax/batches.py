@@ -131,6 +131,11 @@ class BatchSource:
         tokens, slots = self._size(index)
         return 0 < slots <= self._slots and tokens <= self._width
 
+    @property
+    def left_out(self) -> int:
+        """Examples at hand that are in no batch: without a scored slot, or with more tokens or slots than a row holds."""
+        return sum(not self._fits(i) for i in range(self._ready()))
+
     def _batches(self, examples: Sequence[int]) -> list[list[list[int]]]:
         usable = [i for i in examples if self._fits(i)]
         rows = [[usable[j] for j in row] for row in pack([self._size(i) for i in usable], (self._width, self._slots))]

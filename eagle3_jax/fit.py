@@ -11,7 +11,8 @@ from eagle3_jax.batches import BatchSource, Cursor
 from eagle3_jax.checkpoint import Checkpoints
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.reporting import Reporter
-from eagle3_jax.trainer import Fixed, TrainConfig, TrainState, evaluate, join, new_state, split, train_step
+from eagle3_jax.target import Target
+from eagle3_jax.trainer import Fixed, TrainConfig, TrainState, evaluate, in_type, join, new_state, split, train_step
 from eagle3_jax.ttt import Batch, Frozen
 
 
@@ -21,33 +22,51 @@ def fit(
     source: BatchSource,
     config: TrainConfig,
     *,
+    target: Target | None = None,
     reporter: Reporter,
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int = 200,
     held_out: Callable[[], Iterator[Batch]] | None = None,
     evaluate_every: int = 100,
+    decode: Callable[[Eagle3Draft], float] | None = None,
+    decode_every: int = 1000,
     resume: bool = False,
 ) -> Eagle3Draft:
     """Trains `draft` (float32) for `config.steps` updates and returns the trained module.
 
-    resume: goes on from the newest checkpoint when there is one, with the batches, learning rates and parameters of a run never stopped.
+    target: for an online configuration, whose batches hold token ids alone. decode: the acceptance length of a real decode with a draft,
+    taken every `decode_every` updates and at the end; its value is the score of a checkpoint of that moment, and the draft of the best
+    one is returned. resume: goes on from the newest checkpoint when there is one, with the batches, learning rates and parameters of a
+    run never stopped.
     """
+    if config.online != (target is not None):
+        raise ValueError("an online configuration needs the target, and no other takes it")
     params, variables = split(draft, config.recipe)
-    state, cursor, fixed = new_state(params, config), Cursor(), Fixed(frozen, variables)
+    state, cursor, fixed = new_state(params, config), Cursor(), Fixed(frozen, variables, target)
     if checkpoints is not None and resume and checkpoints.latest is not None:
         state, cursor = checkpoints.restore(state)
         reporter.say(f"resumed at step {int(state.step)}, epoch {cursor.epoch}, batch {cursor.batch}")
     done = int(state.step)
     stream = source.plan(cursor)
 
-    def save(state: TrainState) -> None:
+    def save(state: TrainState, score: float | None = None) -> None:
+        # The records first: a run killed behind its checkpoint has then lost none.
+        reporter.flush()
         if checkpoints is not None and checkpoints.latest != int(state.step):
-            checkpoints.save(state, cursor)
+            checkpoints.save(state, cursor, score)
 
     def measure(state: TrainState) -> None:
         if held_out is not None:
             reporter.flush()
             reporter.evaluation(done, evaluate(draft.config, config.recipe, state.params, fixed, held_out()))
+
+    def spoken(state: TrainState) -> float | None:
+        if decode is None:
+            return None
+        reporter.flush()
+        length = decode(join(draft.config, in_type(state.params, config.compute), variables))
+        reporter.decoded(done, length)
+        return length
 
     while done < config.steps:
         parts = []
@@ -58,11 +77,18 @@ def fit(
         state, metrics = train_step(draft.config, config, state, fixed, batch)
         done += 1
         reporter.step(done, int(np.sum(batch.valid)), metrics)
-        if done % evaluate_every == 0 and done < config.steps:
+        if done == config.steps:
+            break
+        if done % evaluate_every == 0:
             measure(state)
-        if done % checkpoint_every == 0:
-            save(state)
-    reporter.flush()
-    save(state)
+        score = spoken(state) if done % decode_every == 0 else None
+        if score is not None or done % checkpoint_every == 0:
+            save(state, score)
+    if checkpoints is None or checkpoints.latest != done:
+        save(state, spoken(state))
     measure(state)
+    if checkpoints is not None and checkpoints.best not in (None, done):
+        best = checkpoints.best
+        state, _ = checkpoints.restore(state, best)
+        reporter.say(f"the draft of step {best} has the best acceptance length; it is the result")
     return join(draft.config, state.params, variables)

@@ -1,25 +1,39 @@
-"""Where training's numbers go: a bar on a terminal, lines in a log, JSON lines in a file."""
+"""Training's numbers as people watch them: a bar on a terminal, lines in a log, records for the writers."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from tqdm import tqdm
 
 from eagle3_jax.trainer import Evaluation, StepMetrics
+from eagle3_jax.writers import Writer
 
 
 class Reporter:
-    """Takes the metrics of finished updates. `every`: updates per log line. Metrics are read when the next update is already under way."""
+    """Takes the metrics of finished updates. Metrics are read when the next update is already under way.
 
-    def __init__(self, total_steps: int, first_step: int = 0, jsonl: str | Path | None = None, every: int = 10):
-        self._file = open(jsonl, "a", encoding="utf-8") if jsonl is not None else None  # noqa: SIM115
+    writers: where records go besides. every: updates per log line. flops: operations of one update, and peak: those the machine could do
+    in a second; with both, the share of the peak is shown.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 0,
+        *,
+        writers: Sequence[Writer] = (),
+        every: int = 10,
+        flops: float | None = None,
+        peak: float | None = None,
+    ):
+        self._writers = writers
         self._every = every
+        self._flops_share = flops / peak if flops and peak else None
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=not self._terminal)
         self._total = total_steps
@@ -60,15 +74,20 @@ class Reporter:
             "learning_rate": float(values.learning_rate),
             "gradient_norm": float(values.gradient_norm),
         }
+        if self._flops_share is not None:
+            record["utilization"] = round(self._flops_share / max(seconds, 1e-9), 4)
         self.write(record)
         line = (
             f"loss {record['loss']:.3f} accuracy {' '.join(f'{x:.3f}' for x in record['accuracy'])} "
-            f"{record['tokens_per_second']:.0f} tokens/s"
+            f"survival {record['survival'][-1]:.3f} {record['tokens_per_second']:.0f} tokens/s"
         )
+        if self._flops_share is not None:
+            line += f" {record['utilization']:.0%} of peak"
         self._bar.set_postfix_str(line, refresh=False)
         self._bar.update(1)
         if not self._terminal and (number % self._every == 0 or number == self._total):
-            print(f"step {number}/{self._total} {line} lr {record['learning_rate']:.2e}, {_duration(left)} left", flush=True)
+            more = f"lr {record['learning_rate']:.2e} gradient {record['gradient_norm']:.2e}, {_duration(left)} left"
+            print(f"step {number}/{self._total} {line} {more}", flush=True)
 
     def evaluation(self, number: int, result: Evaluation) -> None:
         """Held-out numbers after update `number`."""
@@ -76,20 +95,24 @@ class Reporter:
         parts = (f"{name} {' '.join(f'{x:.4f}' for x in values)}" for name, values in result._asdict().items())
         self.say(f"step {number} held out: {', '.join(parts)}")
 
+    def decoded(self, number: int, accept_length: float) -> None:
+        """What the decoder accepts with the head as it is after update `number`."""
+        self.write({"step": number, "decoded": {"acceptance_length": accept_length}})
+        self.say(f"step {number} decoded: acceptance length {accept_length:.3f}")
+
     def say(self, line: str) -> None:
         """A line that does not disturb the bar."""
         tqdm.write(line) if self._terminal else print(line, flush=True)
 
     def write(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+        for writer in self._writers:
+            writer.write(record)
 
     def close(self) -> None:
         self.flush()
         self._bar.close()
-        if self._file is not None:
-            self._file.close()
+        for writer in self._writers:
+            writer.close()
 
 
 def _duration(seconds: float) -> str:

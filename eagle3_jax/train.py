@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,24 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle3_jax import vocab
-from eagle3_jax.batches import BatchSource
+from eagle3_jax.batches import BatchSource, TokenExamples
 from eagle3_jax.checkpoint import CheckpointError, Checkpoints
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.data import Report, encode_all, load_prepared, order, read_records
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.features import Selection, identity, open_cache, select, write_cache
 from eagle3_jax.fit import fit
+from eagle3_jax.flops import peak_flops, step_flops
+from eagle3_jax.generate import generate
 from eagle3_jax.params import initialize
 from eagle3_jax.reporting import Reporter
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.trainer import TrainConfig
+from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.ttt import Frozen
 from eagle3_jax.weights import load_target, save_head
+from eagle3_jax.writers import JsonLines, TensorBoard, WeightsAndBiases, Writer
 
 STARTS = ("random", "target-head")
 """What a head may begin as."""
@@ -43,6 +46,9 @@ class TrainJob:
     `features`, `held_out`, `checkpoints`, `log.jsonl`, and `head`, the result. draft_vocab: U. taps: entering-block ids, None: the
     default. max_tokens: longer examples are cut. hold_out: the last so many usable examples are never trained on. limit: examples read.
     start: "random", or "target-head": output head and last norm begin as the target's kept rows and norm, all else random.
+    decode_every: updates between decodes of the first `decode_prompts` held-out prompts, `decode_tokens` tokens each, drafted as
+    `decode_tree` says; the head of the best acceptance length is the result. 0: never. tensorboard: event files in `out`/tensorboard.
+    wandb: project of Weights & Biases to report to.
     """
 
     target: str
@@ -58,10 +64,18 @@ class TrainJob:
     keep: int = 2
     resume: bool = False
     start: str = "random"
+    decode_every: int = 0
+    decode_prompts: int = 8
+    decode_tokens: int = 64
+    decode_tree: Chain | Tree | None = None
+    tensorboard: bool = False
+    wandb: str | None = None
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:
             raise ValueError(f"start {self.start!r} is unknown (known: {', '.join(STARTS)})")
+        if self.decode_every and not self.hold_out:
+            raise ValueError("decoding held-out prompts needs some: hold_out is 0")
 
 
 def train(job: TrainJob, config: TrainConfig) -> Path:
@@ -73,19 +87,24 @@ def train(job: TrainJob, config: TrainConfig) -> Path:
     checkpoints_at = out / "checkpoints"
     if not job.resume and checkpoints_at.is_dir() and any(checkpoints_at.iterdir()):
         raise CheckpointError(f"{checkpoints_at}: holds a run already; continue it with --resume, or name another --out")
-    target = load_target(job.target)
+    target = load_target(job.target, dtype=config.compute)
     draft_config = DraftConfig.for_target(target.config, job.draft_vocab, job.taps)
     training, held_out = select_examples(job, config)
     kept = draft_vocabulary(training, target.config.vocab_size, job.draft_vocab)
-    folders = {"features": training, "held_out": held_out}
-    for name, chosen in folders.items():
-        if chosen.examples:
+    sources: dict[str, BatchSource] = {}
+    for name, chosen in {"features": training, "held_out": held_out}.items():
+        if not chosen.examples:
+            continue
+        if config.online:
+            tqdm.write(f"{name}: {chosen.report()}; the target runs within each step")
+        else:
             cache_features(target, draft_config.taps, chosen, out / name, job.max_tokens)
-    make = partial(batch_source, config=config)
+        sources[name] = batch_source(TokenExamples(chosen) if config.online else out / name, config)
+        if left_out := sources[name].left_out:
+            tqdm.write(f"{name}: {left_out} examples are left out, with more scored tokens than the {config.row_slots} of a row")
     draft, frozen = fresh_draft(draft_config, kept, config.seed), frozen_tables(target, kept)
     if job.start == "target-head":
         start_from_target(draft, target, frozen)
-    reporter = Reporter(config.steps, jsonl=out / "log.jsonl")
     about = {
         "train": dataclasses.asdict(config),
         "draft": dataclasses.asdict(draft_config),
@@ -93,24 +112,57 @@ def train(job: TrainJob, config: TrainConfig) -> Path:
         "vocabulary": hashlib.sha256(kept.tobytes()).hexdigest(),
         "features": identity(target, draft_config.taps, training, job.max_tokens),
     }
-    checkpoints = Checkpoints(checkpoints_at, about, job.keep)
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(checkpoints_at, about, job.keep, say=tqdm.write)
+    if checkpoints.latest is not None:
+        checkpoints.check(checkpoints.latest)
+    reporter = Reporter(
+        config.steps,
+        checkpoints.latest or 0,
+        writers=open_writers(job, about, checkpoints.latest or 0),
+        flops=step_flops(draft_config, config, target.config if config.online else None).total,
+        peak=peak_flops(config.compute),
+    )
     try:
         trained = fit(
             draft,
             frozen,
-            make(out / "features"),
+            sources["features"],
             config,
+            target=target if config.online else None,
             reporter=reporter,
             checkpoints=checkpoints,
             checkpoint_every=job.checkpoint_every,
-            held_out=make(out / "held_out").once if held_out.examples else None,
+            held_out=sources["held_out"].once if held_out.examples else None,
             evaluate_every=job.evaluate_every,
+            decode=decoder(target, held_out, job) if job.decode_every else None,
+            decode_every=job.decode_every or config.steps,
             resume=job.resume,
         )
     finally:
         reporter.close()
         checkpoints.close()
     return save_head(trained, out / "head", overwrite=True)
+
+
+def open_writers(job: TrainJob, about: dict[str, Any], resume_at: int) -> list[Writer]:
+    """The records' destinations that the job asks for, JSON lines always; those behind the step gone on from are dropped."""
+    out = Path(job.out)
+    writers: list[Writer] = [JsonLines(out / "log.jsonl", resume_at)]
+    if job.tensorboard:
+        writers.append(TensorBoard(out / "tensorboard"))
+    if job.wandb is not None:
+        writers.append(WeightsAndBiases(job.wandb, about, out))
+    return writers
+
+
+def decoder(target: Target, held_out: Selection, job: TrainJob) -> Callable[[Eagle3Draft], float]:
+    """The acceptance length of a greedy decode of the first held-out prompts: each example up to its first answer."""
+    prompts = [ids[: int(np.argmax(response > 0))].tolist() for ids, response in held_out.examples]
+    prompts = [prompt for prompt in prompts if prompt][: job.decode_prompts]
+    if not prompts:
+        raise ValueError("no held-out example has a prompt before its answer, so none can be decoded")
+    return lambda draft: generate(target, draft, prompts, job.decode_tokens, tree=job.decode_tree).tau
 
 
 def select_examples(job: TrainJob, config: TrainConfig) -> tuple[Selection, Selection]:
@@ -124,6 +176,8 @@ def select_examples(job: TrainJob, config: TrainConfig) -> tuple[Selection, Sele
         print(report, flush=True)
     everything = select(examples, min(job.max_tokens, config.row_tokens))
     usable = everything.examples
+    if not usable:
+        raise ValueError(f"{job.data}: nothing to learn from, no two neighbouring tokens of one answer ({everything.report()})")
     if len(usable) <= job.hold_out:
         raise ValueError(f"{job.data}: {len(usable)} usable examples, no more than the {job.hold_out} held out")
     cut = len(usable) - job.hold_out
@@ -145,10 +199,10 @@ def cache_features(target: Target, taps: tuple[int, ...], chosen: Selection, fol
         write_cache(target, taps, chosen, folder, max_tokens=max_tokens, say=tqdm.write, progress=bar.update)
 
 
-def batch_source(folder: Path, config: TrainConfig) -> BatchSource:
-    """The batches of a finished cache in this configuration's shape."""
+def batch_source(origin: Path | TokenExamples, config: TrainConfig) -> BatchSource:
+    """The batches of a finished cache's folder, or of bare token ids, in this configuration's shape."""
     return BatchSource(
-        lambda: open_cache(folder),
+        lambda: origin if isinstance(origin, TokenExamples) else open_cache(origin),
         config.recipe,
         seed=config.seed,
         rows=config.rows,
@@ -159,7 +213,7 @@ def batch_source(folder: Path, config: TrainConfig) -> BatchSource:
 
 
 def fresh_draft(config: DraftConfig, kept: np.ndarray, seed: int) -> Eagle3Draft:
-    """A head with random weights and the given vocabulary map."""
+    """A head with random float32 weights and the given vocabulary map."""
     draft = initialize(Eagle3Draft(config), jax.random.key(seed))
     draft.d2t[...] = jnp.asarray(kept, jnp.int32)
     return draft

@@ -75,6 +75,44 @@ def test_a_run_stopped_and_resumed(target: Path, conversations: Path, tmp_path: 
     assert "resumed at step 4" in capsys.readouterr().out
 
 
+def test_the_target_within_the_step_and_the_decoder_as_judge(
+    target: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    arguments = (
+        "--target",
+        str(target),
+        "--data",
+        str(conversations),
+        "--out",
+        str(out),
+        *SMALL,
+        *STEPS,
+        "--online",
+        "--loss",
+        "lk_lambda",
+    )
+    decoding = ("--decode-every", "2", "--decode-prompts", "2", "--decode-tokens", "6", "--decode-tree", "chain:2")
+    assert run_script(SCRIPT, *arguments, *decoding, "--schedule", "linear") == 0
+    said = capsys.readouterr().out
+    assert "the target runs within each step" in said
+    assert not (out / "features").exists()
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    lengths = {r["step"]: r["decoded"]["acceptance_length"] for r in records if "decoded" in r}
+    assert sorted(lengths) == [2, 4]
+    steps = [r for r in records if "loss" in r]
+    assert all(r["utilization"] > 0 and r["gradient_norm"] > 0 and r["learning_rate"] > 0 for r in steps)
+    best = max(lengths, key=lambda step: (lengths[step], step))
+    assert (f"the draft of step {best} has the best acceptance length" in said) == (best != 4)
+    # The result is the head that was judged the best: decoding with it gives that figure again.
+    model = load_target(target)
+    head = load_draft(out / "head", model)
+    assert head.config.draft_vocab_size == 48
+    assert (out / "checkpoints" / str(best)).is_dir()
+    assert run_script(SCRIPT, *arguments, *decoding, "--schedule", "cosine", "--resume") == 2
+    assert "train.schedule: checkpoint 'linear', asked for 'cosine'" in capsys.readouterr().err
+
+
 def test_a_start_from_the_targets_head(target: Path) -> None:
     model = load_target(target)
     kept = np.arange(0, 160, 4, dtype=np.int32)
@@ -91,6 +129,7 @@ def test_a_start_from_the_targets_head(target: Path) -> None:
         (("--hold-out", "16"), "no more than the 16 held out"),
         (("--row-slots", "65"), "row_slots 65 exceeds row_tokens 64"),
         (("--recipe", "specfrog"), "specfrog"),
+        (("--decode-every", "2", "--hold-out", "0"), "hold_out is 0"),
     ],
 )
 def test_mistakes(changes, message, target: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

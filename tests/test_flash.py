@@ -49,7 +49,7 @@ def differentiate(function: Any, operands: tuple[jax.Array, ...]) -> tuple[jax.A
 
 
 def step(sight: Sight, dense: bool, q: jax.Array, k0: jax.Array, v0: jax.Array, ks: jax.Array, vs: jax.Array) -> jax.Array:
-    return ttt_attend(q, k0, v0, sight, list(zip(ks, vs, strict=True)), block=8, dense=dense)
+    return ttt_attend(q, k0, v0, sight, list(zip(ks, vs, strict=True)), block=16, dense=dense)
 
 
 def figure_6(sight: Sight, q: jax.Array, k0: jax.Array, v0: jax.Array, ks: jax.Array, vs: jax.Array) -> jax.Array:
@@ -69,22 +69,21 @@ def assert_close(one: Any, other: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_dense_and_linear_equal_the_mask_of_figure_6(steps: int) -> None:
-    sight = packed()
+def test_dense_and_linear_equal_the_mask_of_figure_6() -> None:
+    sight, steps = packed(), 2
     want = differentiate(partial(figure_6, sight), case(steps))
     assert_close(differentiate(partial(step, sight, True), case(steps)), want)
     assert_close(differentiate(partial(step, sight, False), case(steps)), want)
 
 
-@pytest.mark.parametrize("block", [5, 8, 64])
+@pytest.mark.parametrize("block", [5, 64])
 def test_blocks_of_any_size(block: int) -> None:
     sight = packed()
     q, k0, v0, *_ = case(0)
-    out, logsum = flash(q, k0, v0, sight, block)
+    out, logsum = jax.jit(partial(flash, block=block))(q, k0, v0, sight)
     mask = sight.mask(slice(0, C), slice(0, T))
     seen = np.asarray(mask.any(-1))
-    np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(attend(q, k0, v0, mask))[seen], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(jax.jit(attend)(q, k0, v0, mask))[seen], atol=1e-5)
     scores = jnp.einsum("bcngh,btnh->bcngt", q.reshape(B, C, K, N // K, H), k0) * H**-0.5
     want = jax.nn.logsumexp(jnp.where(mask[:, :, None, None], scores, -jnp.inf), axis=-1).reshape(B, C, N)
     np.testing.assert_allclose(np.asarray(logsum)[seen], np.asarray(want)[seen], atol=1e-5)
@@ -116,10 +115,12 @@ def test_causal_pass_linear_and_dense(segmented: bool, monkeypatch: pytest.Monke
     rows = segments if segments is not None else jnp.zeros((B, T), jnp.int32)
     mask = jnp.tril(jnp.ones((T, T), bool))[None] & (rows[:, :, None] == rows[:, None]) & (rows >= 0)[:, None]
     seen = np.asarray(mask.any(-1))
-    want = np.asarray(attend(q, k, v, mask))[seen]
-    np.testing.assert_allclose(np.asarray(attend_causal(q, k, v, segments, block=8))[seen], want, atol=1e-5)
+    want = np.asarray(jax.jit(attend)(q, k, v, mask))[seen]
+    dense = jax.jit(partial(attend_causal, block=16))(q, k, v, segments)
+    np.testing.assert_allclose(np.asarray(dense)[seen], want, atol=1e-5)
     monkeypatch.setattr(attention, "DENSE_LENGTH", 0)
-    np.testing.assert_allclose(np.asarray(attend_causal(q, k, v, segments))[seen], want, atol=1e-5)
+    linear = jax.jit(partial(attend_causal, block=15))(q, k, v, segments)
+    np.testing.assert_allclose(np.asarray(linear)[seen], want, atol=1e-5)
 
 
 def test_the_kernel_for_tpus_by_interpretation() -> None:
@@ -140,11 +141,10 @@ def test_temporaries_at_most_double_with_the_length() -> None:
             return jnp.sum(ttt_attend(q, k, v, Sight(index, jnp.ones_like(index), jnp.ones_like(index)), later))
 
         q, k = (jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (4, 2))
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(q, k, k, [(k, k)] * 2).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(q, k, k, [(k, k)]).compile().memory_analysis().temp_size_in_bytes
 
-    sizes = [temporaries(length) for length in (2048, 4096, 8192)]
+    sizes = [temporaries(length) for length in (2048, 4096)]
     assert sizes[1] <= 2 * sizes[0]
-    assert sizes[2] <= 2 * sizes[1]
 
 
 def test_bfloat16_products_keep_float32_sums() -> None:

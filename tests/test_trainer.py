@@ -41,7 +41,7 @@ def train(
     batches = source(cache, config)
     if stop is not None:
         batches = Interrupted(batches, stop)
-    reporter = Reporter(config.steps, jsonl=None if folder is None else folder / "log.jsonl")
+    reporter = Reporter(config.steps)
     try:
         tables = tiny_frozen(tiny_target())
         return fit(tiny_draft(), tables, batches, config, reporter=reporter, checkpoints=checkpoints, checkpoint_every=4, resume=resume)
@@ -176,6 +176,98 @@ def test_learning_rate_rises_holds_and_falls() -> None:
     assert np.all(np.diff(rates[60:]) < 0)
     np.testing.assert_allclose(rates[80], 0.55, rtol=1e-5)
     assert 0.1 < rates[99] < 0.11
+
+
+def test_learning_rate_may_fall_along_a_line() -> None:
+    config = TrainConfig(steps=100, warmup=10, decay=40, peak_lr=1.0, floor=0.1, schedule="linear")
+    rates = np.asarray([config.learning_rate(np.int32(s)) for s in (59, 60, 70, 80, 90, 100)])
+    np.testing.assert_allclose(rates, [1.0, 1.0, 0.775, 0.55, 0.325, 0.1], rtol=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_masters(cache: FeatureCache) -> None:
+    """An update far below a parameter's last bfloat16 bit still moves it; state and gradients' sums are float32."""
+    config = dataclasses.replace(CONFIG, compute="bfloat16", peak_lr=1e-5, warmup=0, accumulate=2)
+    params, variables = split(tiny_draft(), config.recipe)
+    before = jax.tree.map(np.array, params)
+    fixed, batches = Fixed(tiny_frozen(tiny_target()), variables), source(cache)
+    stream = batches.plan(Cursor())
+    parts = [batches.build(next(stream)[0]) for _ in range(2)]
+    batch = jax.tree.map(lambda *x: np.stack(x), *parts)
+    total, _, grads = loss_and_gradient(tiny_draft().config, config, params, fixed, batch)
+    exact, _, want = loss_and_gradient(tiny_draft().config, dataclasses.replace(config, compute="float32"), params, fixed, batch)
+    np.testing.assert_allclose(total, exact, rtol=2e-2)
+    flat = lambda tree: np.concatenate([np.ravel(tree[name]) for name in sorted(tree)])  # noqa: E731
+    a, b = flat(grads), flat(want)
+    assert a @ b > 0.99 * np.linalg.norm(a) * np.linalg.norm(b)
+    state, _ = train_step(tiny_draft().config, config, new_state(params, config), fixed, batch)
+    for name, value in state.params.items():
+        assert value.dtype == np.float32
+        assert not np.array_equal(before[name], np.asarray(value)), name
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.opt_state) if x.ndim)
+
+
+def test_recomputing_changes_nothing(cache: FeatureCache) -> None:
+    params, variables = split(tiny_draft(), CONFIG.recipe)
+    fixed, batches = Fixed(tiny_frozen(tiny_target()), variables), source(cache)
+    batch = jax.tree.map(lambda x: x[None], batches.build(next(batches.plan(Cursor()))[0]))
+    plain, again = (
+        loss_and_gradient(tiny_draft().config, dataclasses.replace(CONFIG, remat=remat), params, fixed, batch) for remat in (False, True)
+    )
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_the_best_checkpoint_is_the_result(cache: FeatureCache, tmp_path: Path) -> None:
+    """The decoder's judgement decides, not the last update."""
+    lengths = iter([1.2, 1.9, 1.4, 1.5])
+    seen: list[np.ndarray] = []
+
+    def decode(draft: Eagle3Draft) -> float:
+        seen.append(np.array(draft.fc[...]))
+        return next(lengths)
+
+    checkpoints, reporter = Checkpoints(tmp_path, {}, keep=1), Reporter(CONFIG.steps)
+    trained = fit(
+        tiny_draft(), tiny_frozen(tiny_target()), source(cache), CONFIG, reporter=reporter, checkpoints=checkpoints, checkpoint_every=2,
+        decode=decode, decode_every=3,
+    )  # fmt: skip
+    reporter.close()
+    assert len(seen) == 4
+    assert checkpoints.best == 6
+    checkpoints.close()
+    np.testing.assert_array_equal(trained.fc[...], seen[1])
+    reopened = Checkpoints(tmp_path, {}, keep=1)
+    assert (reopened.best, reopened.latest) == (6, 10)
+    reopened.close()
+
+
+def test_training_goes_on_without_a_checkpoint_that_cannot_be_written(
+    cache: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    checkpoints, reporter = Checkpoints(tmp_path, {}, say=said.append), Reporter(CONFIG.steps)
+    save = type(checkpoints._manager).save
+
+    def full(manager, step: int, **arguments):
+        if step == 8:
+            raise OSError(28, "No space left on device")
+        return save(manager, step, **arguments)
+
+    monkeypatch.setattr(type(checkpoints._manager), "save", full)
+    frozen = tiny_frozen(tiny_target())
+    trained = fit(tiny_draft(), frozen, source(cache), CONFIG, reporter=reporter, checkpoints=checkpoints, checkpoint_every=4)
+    reporter.close()
+    checkpoints.close()
+    assert len(said) == 1
+    assert "step 8 could not be written ([Errno 28] No space left on device); the one of step 4 stays" in said[0]
+    assert checkpoints_of(tmp_path) == [4, 10]
+    whole = parameters(train(cache, CONFIG))
+    for name, value in parameters(trained).items():
+        np.testing.assert_array_equal(value, whole[name], err_msg=name)
+
+
+def checkpoints_of(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 def test_order_depends_on_seed_epoch_and_position_alone(cache: FeatureCache) -> None:

@@ -6,9 +6,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from eagle3_jax.commands import Formatter, Parser, positive, run_command, use_compilation_cache
+import jax
+
+from eagle3_jax.attention import IMPLEMENTATIONS
+from eagle3_jax.commands import Formatter, Parser, positive, run_command, tree_argument, use_compilation_cache
+from eagle3_jax.losses import ROW_LOSSES
 from eagle3_jax.train import STARTS, TrainJob, train
-from eagle3_jax.trainer import OPTIMIZERS, TrainConfig
+from eagle3_jax.trainer import COMPUTE_TYPES, OPTIMIZERS, SCHEDULES, TrainConfig
+from eagle3_jax.tree_names import SYNTAX
 from eagle3_jax.ttt import RECIPES, recipe
 
 PROG = "eagle3-train"
@@ -47,6 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     recipes = parser.add_argument_group("recipe")
     recipes.add_argument("--recipe", choices=sorted(RECIPES), default="aligned", help="which slots are scored, and how")
     recipes.add_argument("--ttt-steps", type=positive, help="steps the head is unrolled; unset: the recipe's")
+    recipes.add_argument("--loss", choices=sorted(ROW_LOSSES), help="between the target's distribution and the head's; unset: the recipe's")
     recipes.add_argument("--decay", type=float, help="factor from one unrolled step's loss to the next; unset: the recipe's")
     how = parser.add_argument_group("optimization")
     how.add_argument("--steps", type=positive, default=default.steps, help="optimizer updates")
@@ -57,19 +63,48 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument("--optimizer", choices=OPTIMIZERS, default=default.optimizer, help="muon: for the inner matrices, adamw for the rest")
     how.add_argument("--peak-lr", type=float, default=default.peak_lr, help="learning rate after the warm-up")
     how.add_argument("--warmup", type=int, default=default.warmup, help="updates of rising learning rate")
-    how.add_argument(
-        "--lr-decay", type=int, help="updates at the end over which the rate falls along a half cosine; unset: all after the warm-up"
-    )
+    how.add_argument("--lr-decay", type=int, help="updates at the end over which the rate falls; unset: all after the warm-up")
+    how.add_argument("--schedule", choices=SCHEDULES, default=default.schedule, help="how the rate falls: along a half cosine or a line")
     how.add_argument("--floor", type=float, default=default.floor, help="learning rate at the end, as a share of the peak")
     how.add_argument("--clip", type=float, default=default.clip, help="largest global norm of the gradient")
     how.add_argument("--weight-decay", type=float, default=default.weight_decay, help="AdamW weight decay")
     how.add_argument("--seed", type=int, default=default.seed, help="of the initial weights and of the order of examples")
+    step = parser.add_argument_group("how a step is computed")
+    step.add_argument(
+        "--online",
+        action="store_true",
+        help="run the target within each step, from token ids; unset: its features are computed once and kept on disk",
+    )
+    step.add_argument(
+        "--compute-dtype",
+        choices=("auto", *COMPUTE_TYPES),
+        default="auto",
+        help="type of activations and products; parameters and optimizer are float32; auto: float32 on CPUs, bfloat16 elsewhere",
+    )
+    step.add_argument(
+        "--attention",
+        choices=IMPLEMENTATIONS,
+        default=default.attention,
+        help="the target's causal pass of an online step: XLA, or a library's kernel for the GPU or TPU at hand",
+    )
+    step.add_argument("--remat", action="store_true", help="recompute the head's layer in the backward pass: less memory, more work")
     watch = parser.add_argument_group("checkpoints and measuring")
     watch.add_argument("--checkpoint-every", type=positive, default=TrainJob.checkpoint_every, help="updates between checkpoints")
     watch.add_argument(
         "--evaluate-every", type=positive, default=TrainJob.evaluate_every, help="updates between measurements on the held-out examples"
     )
-    watch.add_argument("--keep", type=positive, default=TrainJob.keep, help="newest checkpoints to keep")
+    watch.add_argument("--keep", type=positive, default=TrainJob.keep, help="newest checkpoints to keep, besides the best")
+    watch.add_argument(
+        "--decode-every",
+        type=int,
+        default=TrainJob.decode_every,
+        help="updates between decodes of held-out prompts; the head of the best acceptance length is the result; 0: never",
+    )
+    watch.add_argument("--decode-prompts", type=positive, default=TrainJob.decode_prompts, help="held-out prompts to decode")
+    watch.add_argument("--decode-tokens", type=positive, default=TrainJob.decode_tokens, help="tokens to decode for each")
+    watch.add_argument("--decode-tree", type=tree_argument, help=f"what is drafted then: {SYNTAX}; unset: a size that suits the backend")
+    watch.add_argument("--tensorboard", action="store_true", help="write event files to tensorboard/ in --out")
+    watch.add_argument("--wandb", metavar="PROJECT", help="report to this project of Weights & Biases")
     watch.add_argument(
         "--no-compilation-cache", action="store_true", help="compile anew instead of keeping programs in the user's cache folder"
     )
@@ -80,7 +115,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     if not args.no_compilation_cache:
         use_compilation_cache()
-    changes = {key: value for key, value in (("steps", args.ttt_steps), ("decay", args.decay)) if value is not None}
+    changes = {key: value for key, value in (("steps", args.ttt_steps), ("decay", args.decay), ("loss", args.loss)) if value is not None}
     job = TrainJob(
         target=args.target,
         data=args.data,
@@ -95,7 +130,16 @@ def main(args: argparse.Namespace) -> None:
         keep=args.keep,
         resume=args.resume,
         start=args.start,
+        decode_every=args.decode_every,
+        decode_prompts=args.decode_prompts,
+        decode_tokens=args.decode_tokens,
+        decode_tree=args.decode_tree,
+        tensorboard=args.tensorboard,
+        wandb=args.wandb,
     )
+    compute = args.compute_dtype
+    if compute == "auto":
+        compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     config = TrainConfig(
         recipe=recipe(args.recipe, **changes),
         steps=args.steps,
@@ -111,6 +155,11 @@ def main(args: argparse.Namespace) -> None:
         clip=args.clip,
         weight_decay=args.weight_decay,
         seed=args.seed,
+        schedule=args.schedule,
+        compute=compute,
+        online=args.online,
+        attention=args.attention,
+        remat=args.remat,
     )
     print(f"head written to {train(job, config)}")
 

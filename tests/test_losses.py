@@ -1,0 +1,65 @@
+"""Losses by name against their formulas in float64, and what tells them apart."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.losses import LK_ETA, ROW_LOSSES
+
+
+def by_hand(name: str, teacher: np.ndarray, draft: np.ndarray) -> np.ndarray:
+    p, q = (np.exp(x - np.logaddexp.reduce(x, axis=-1, keepdims=True)) for x in (teacher.astype(np.float64), draft.astype(np.float64)))
+    overlap, divergence = np.minimum(p, q).sum(-1), (p * np.log(p / q)).sum(-1)
+    weight = np.exp(-LK_ETA * overlap)
+    return {
+        "cross_entropy": -(p * np.log(q)).sum(-1),
+        "kl": divergence,
+        "total_variation": 1 - overlap,
+        "lk_alpha": -np.log(overlap),
+        "lk_lambda": weight * divergence + (1 - weight) * (1 - overlap),
+    }[name]
+
+
+@pytest.mark.parametrize("name", sorted(ROW_LOSSES))
+def test_formula_and_gradient(name: str) -> None:
+    rng = np.random.default_rng(0)
+    teacher, draft = (rng.normal(size=shape).astype(np.float32) * 2 for shape in ((1, 5, 12), (3, 5, 12)))
+    np.testing.assert_allclose(ROW_LOSSES[name](jnp.asarray(teacher), jnp.asarray(draft)), by_hand(name, teacher, draft), rtol=2e-5)
+    grads = jax.grad(lambda x: jnp.sum(ROW_LOSSES[name](jnp.asarray(teacher), x)))(jnp.asarray(draft))
+    np.testing.assert_allclose(jnp.sum(grads, -1), 0.0, atol=1e-5)
+    step, fixed = 1e-5, by_hand_weight(teacher, draft)
+    for index in [(0, 0, 0), (1, 3, 7), (2, 4, 11)]:
+        sides = []
+        for sign in (1, -1):
+            moved = draft.astype(np.float64)
+            moved[index] += sign * step
+            if name == "lk_lambda":
+                # Its weight is a constant for the gradient.
+                divergence, distance = (by_hand(part, teacher, moved) for part in ("kl", "total_variation"))
+                sides.append((fixed * divergence + (1 - fixed) * distance).sum())
+            else:
+                sides.append(by_hand(name, teacher, moved).sum())
+        np.testing.assert_allclose(grads[index], (sides[0] - sides[1]) / (2 * step), rtol=2e-3, atol=1e-5)
+
+
+def by_hand_weight(teacher: np.ndarray, draft: np.ndarray) -> np.ndarray:
+    return np.exp(-LK_ETA * (1 - by_hand("total_variation", teacher, draft)))
+
+
+@pytest.mark.parametrize("name", ["kl", "total_variation", "lk_alpha", "lk_lambda"])
+def test_zero_when_the_draft_is_the_target(name: str) -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 9))
+    np.testing.assert_allclose(ROW_LOSSES[name](x, x), 0.0, atol=1e-6)
+
+
+def test_hardly_any_overlap_still_teaches() -> None:
+    """Where the total variation is flat, -log of the acceptance pulls as the cross-entropy does."""
+    teacher, draft = jnp.asarray([[60.0, 0, 0]]), jnp.asarray([[0.0, 60, 0]])
+    slope = {name: float(jnp.abs(jax.grad(lambda x, n=name: ROW_LOSSES[n](teacher, x).sum())(draft)).max()) for name in ROW_LOSSES}
+    assert slope["total_variation"] < 1e-6
+    assert slope["lk_alpha"] > 0.4
+    assert slope["lk_lambda"] > 0.4
+    assert all(np.isfinite(x) for x in slope.values())
