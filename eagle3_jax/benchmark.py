@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,7 +15,16 @@ import numpy as np
 
 from eagle3_jax.decode import DecodeConfig, Request, run
 from eagle3_jax.drafting import Draft
-from eagle3_jax.evaluate import Acceptance, Interval, acceptance, add_acceptance, bootstrap
+from eagle3_jax.evaluate import (
+    Acceptance,
+    Interval,
+    Percentiles,
+    acceptance,
+    acceptance_length,
+    add_acceptance,
+    bootstrap,
+    n_alpha_intervals,
+)
 from eagle3_jax.generate import Output, default_tree, prepare, read
 from eagle3_jax.target import Target
 from eagle3_jax.tree import Chain, Tree
@@ -52,7 +61,9 @@ class ModeResult:
 
     tokens_per_second: of whole calls, prefill included. speed_up: that over plain decoding's; decode_speed_up: without the prefills.
     cycle_seconds: one pass of the loop, whatever it kept; cycle_cost: that in steps of plain decoding, so tau / cycle_cost is
-    decode_speed_up at batch 1. n_alpha: per depth; the paper's figure when the tree is a chain (`is_chain`).
+    decode_speed_up at batch 1. n_alpha: per depth, with intervals over prompts; the paper's figure when the tree is a chain (`is_chain`).
+    first_token, token: seconds to the first token and per token after it, percentiles over batches of prompts.
+    memory_bytes: what the compiled program needs, weights included (the largest of its shapes); None where the backend does not say.
     same_text: rows whose tokens equal plain decoding's, of `rows`.
     """
 
@@ -63,6 +74,7 @@ class ModeResult:
     cycles: int
     acceptance_length: Interval
     n_alpha: list[float | None]
+    n_alpha_intervals: list[Interval | None]
     per_position: list[float | None]
     seconds: float
     first_token_seconds: float
@@ -74,6 +86,9 @@ class ModeResult:
     speed_up: Interval | None
     decode_speed_up: Interval | None
     same_text: int | None
+    first_token: Percentiles | None
+    token: Percentiles | None
+    memory_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +124,14 @@ def benchmark(
     confidence: float = 0.95,
     progress: Callable[[Sample], None] | None = None,
     programs: Programs | None = None,
+    done: Sequence[Sample] = (),
 ) -> Benchmark:
     """Decodes every batch of prompts plainly and with each tree, in turns in this process, and compares.
 
     trees: what to draft; None is a size that suits the backend; without a draft only plain decoding runs. Prompt i has the seed
     `seed` + i in every batch size. repeats: times each call is timed, of which the median counts. progress: called after each sample.
     programs: those of an earlier benchmark of this pair, so that a second set of prompts compiles nothing again.
+    done: samples of an interrupted run with the same arguments, which are not measured again.
     Raises ValueError for anything unusable before any measurement.
     """
     if not prompts:
@@ -134,8 +151,9 @@ def benchmark(
     }
     programs = programs if programs is not None else Programs(target, draft)
     before = dict(programs.compile_seconds)
-    samples = []
-    for sample in measure(programs, prompts, modes, batch, seed, repeats, options):
+    samples = list(finished(done, modes))
+    ready = {tuple(sample.prompts) for sample in samples}
+    for sample in measure(programs, prompts, modes, batch, seed, repeats, options, ready):
         samples.append(sample)
         if progress is not None:
             progress(sample)
@@ -148,8 +166,18 @@ def benchmark(
         "confidence": confidence,
         **options,
     }
+    places = {mode: place for place, mode in enumerate(modes)}
+    samples.sort(key=lambda sample: (sample.prompts, places[sample.mode]))
     spent = {mode: seconds - before.get(mode, 0.0) for mode, seconds in programs.compile_seconds.items()}
-    return Benchmark(settings, machine(), summarise(samples, spent, confidence), samples)
+    return Benchmark(settings, machine(), summarise(samples, spent, confidence, programs.memory), samples)
+
+
+def finished(samples: Sequence[Sample], modes: Iterable[str]) -> list[Sample]:
+    """The samples of those batches of prompts that every mode has decoded, in the order of the modes."""
+    by_prompts: dict[tuple[int, ...], dict[str, Sample]] = {}
+    for sample in samples:
+        by_prompts.setdefault(tuple(sample.prompts), {})[sample.mode] = sample
+    return [found[mode] for found in by_prompts.values() if set(modes) <= set(found) for mode in modes]
 
 
 def modes_of(draft: Draft | None, trees: Sequence[Chain | Tree | None]) -> dict[str, Chain | Tree | None]:
@@ -167,6 +195,7 @@ class Programs:
     def __init__(self, target: Target, draft: Draft | None):
         self.target, self.draft = target, draft
         self.compile_seconds: dict[str, float] = {}
+        self.memory: dict[str, int] = {}
         self._compiled: dict[Any, Any] = {}
 
     def get(self, mode: str, request: Request, config: DecodeConfig, warm: bool = True) -> Callable[[Request], Any]:
@@ -178,6 +207,9 @@ class Programs:
             start = time.perf_counter()
             self._compiled[key] = run.lower(self.target, draft, request, config).compile()
             self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - start
+            needed = program_bytes(self._compiled[key])
+            if needed is not None:
+                self.memory[mode] = max(needed, self.memory.get(mode, 0))
         compiled = self._compiled[key]
 
         def call(request: Request) -> Any:
@@ -186,6 +218,14 @@ class Programs:
         if fresh and warm:
             call(at_most(request, 4))  # the first call of a program also sets up threads and buffers
         return call
+
+
+def program_bytes(compiled: Any) -> int | None:
+    """Bytes a compiled program needs while it runs: arguments (the weights among them), results and scratch."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
 
 
 def at_most(request: Request, tokens: int) -> Request:
@@ -201,12 +241,18 @@ def measure(
     seed: int,
     repeats: int,
     options: dict[str, Any],
+    ready: Set[tuple[int, ...]] = frozenset(),
 ) -> Iterator[Sample]:
-    """One Sample per batch of prompts and mode. Within a batch the modes take turns, in an order that is reversed every time, so that
-    neither a slow drift of the machine nor the place in the order favours one."""
+    """One Sample per batch of prompts and mode; the batches in `ready` are passed over.
+
+    Within a batch the modes take turns, in an order that is reversed every time, so that neither a slow drift of the machine nor the
+    place in the order favours one.
+    """
     units: list[tuple[list[int], dict[str, tuple[Request, DecodeConfig]]]] = []
     for start in range(0, len(prompts), batch):
         indices = list(range(start, min(start + batch, len(prompts))))
+        if tuple(indices) in ready:
+            continue
         rows, seeds = [prompts[i] for i in indices], [(seed + i) % 2**64 for i in indices]
         prepared = {}
         for name, tree in modes.items():
@@ -246,24 +292,36 @@ def _timed(call: Callable[[Request], Any], request: Request) -> tuple[Any, float
     return state, time.perf_counter() - start
 
 
-def summarise(samples: Sequence[Sample], compile_seconds: dict[str, float], confidence: float = 0.95) -> list[ModeResult]:
+def summarise(
+    samples: Sequence[Sample], compile_seconds: dict[str, float], confidence: float = 0.95, memory: Mapping[str, int] | None = None
+) -> list[ModeResult]:
     """The results of every mode that occurs in `samples`, in their order; comparisons need the mode "plain" among them."""
     by_mode: dict[str, list[Sample]] = {}
     for sample in samples:
         by_mode.setdefault(sample.mode, []).append(sample)
     plain = by_mode.get(PLAIN)
     plain_cycle = _cycle_seconds(plain) if plain else None
-    return [_summary(mode, own, plain, plain_cycle, compile_seconds.get(mode, 0.0), confidence) for mode, own in by_mode.items()]
+    return [
+        _summary(mode, own, plain, plain_cycle, compile_seconds.get(mode, 0.0), confidence, (memory or {}).get(mode))
+        for mode, own in by_mode.items()
+    ]
 
 
 def _summary(
-    mode: str, samples: list[Sample], plain: list[Sample] | None, plain_cycle: float | None, compile_seconds: float, confidence: float
+    mode: str,
+    samples: list[Sample],
+    plain: list[Sample] | None,
+    plain_cycle: float | None,
+    compile_seconds: float,
+    confidence: float,
+    memory_bytes: int | None,
 ) -> ModeResult:
     tree = None if mode == PLAIN else parse_tree(mode)
-    counts = Acceptance((), ())
+    counts, intervals = Acceptance((), ()), []
     if tree is not None:
         depth = tree.length if isinstance(tree, Chain) else tree.depth
         counts = add_acceptance([acceptance(sample.output, depth) for sample in samples])
+        intervals = n_alpha_intervals([sample.output for sample in samples], depth, confidence)
     lengths = [row for sample in samples for row in sample.accept_lengths]
     times = [_times(sample) for sample in samples]
     totals = np.sum(times, axis=0)
@@ -284,8 +342,9 @@ def _summary(
         rows=len(lengths),
         tokens=int(totals[0]),
         cycles=sum(map(len, lengths)),
-        acceptance_length=bootstrap([[sum(row), len(row)] for row in lengths], lambda s: _ratio(s[..., 0], s[..., 1], 1.0), confidence),
+        acceptance_length=acceptance_length([sample.output for sample in samples], confidence),
         n_alpha=counts.n_alpha,
+        n_alpha_intervals=intervals,
         per_position=counts.per_position,
         seconds=float(totals[1]),
         first_token_seconds=statistics.fmean(sample.first_token_seconds for sample in samples),
@@ -297,6 +356,9 @@ def _summary(
         speed_up=speed_up,
         decode_speed_up=decode_speed_up,
         same_text=same,
+        first_token=Percentiles.of([sample.first_token_seconds for sample in samples]),
+        token=Percentiles.of([t[3] * len(sample.tokens) / t[2] for sample, t in zip(samples, times, strict=True) if t[2]]),
+        memory_bytes=memory_bytes,
     )
 
 

@@ -235,10 +235,10 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_taps(taps: tuple[int, ...], target: TargetConfig) -> tuple[int, ...]:
-    """Returns `taps`; raises ConfigError unless every one names a block of the target."""
-    bad = [k for k in taps if not 0 <= k < target.num_layers]
+    """Returns `taps`; raises ConfigError unless every one names a block of the target, or L: its final normed state (EAGLE's feature)."""
+    bad = [k for k in taps if not 0 <= k <= target.num_layers]
     if bad or not taps:
-        raise ConfigError(f"taps {taps}: ids must lie in 0..{target.num_layers - 1}, the target's blocks")
+        raise ConfigError(f"taps {taps}: ids must lie in 0..{target.num_layers - 1}, the target's blocks, or be {target.num_layers}")
     return tuple(taps)
 
 

@@ -52,6 +52,20 @@ class Interval:
     high: float | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Percentiles:
+    """Of a list of figures: the median and the two that few exceed."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles | None:
+        """None of an empty list."""
+        return cls(*(float(x) for x in np.percentile(values, (50, 90, 99)))) if len(values) else None
+
+
 def acceptance(output: Output, depth: int) -> Acceptance:
     """Counts of accepted drafts by depth, 1..depth; the module docstring says how a cut cycle counts. All zero for plain decoding."""
     trials, accepted = np.zeros(depth, int), np.zeros(depth, int)
@@ -69,6 +83,30 @@ def acceptance(output: Output, depth: int) -> Acceptance:
             if refused and stood < depth:
                 trials[stood] += 1
     return Acceptance(tuple(trials.tolist()), tuple(accepted.tolist()))
+
+
+def split_rows(output: Output) -> list[Output]:
+    """One Output per row."""
+    trees = output.trees or [None] * len(output.tokens)
+    rows = zip(output.tokens, output.finish_reasons, output.accept_lengths, trees, strict=True)
+    return [Output([tokens], [reason], [lengths], None if tree is None else [tree]) for tokens, reason, lengths, tree in rows]
+
+
+def n_alpha_intervals(outputs: Sequence[Output], depth: int, confidence: float = 0.95) -> list[Interval | None]:
+    """n-alpha for n = 0..depth-1 over all rows of the outputs, with intervals over rows; None where nothing was tried."""
+    rows = [acceptance(row, depth) for output in outputs for row in split_rows(output)]
+    found: list[Interval | None] = []
+    for n in range(depth):
+        # Rows that never got so far say nothing about this rate; without them no resample divides by zero.
+        parts = [[row.accepted[n], row.trials[n]] for row in rows if row.trials[n]]
+        found.append(bootstrap(parts, lambda sums: sums[..., 0] / sums[..., 1], confidence) if parts else None)
+    return found
+
+
+def acceptance_length(outputs: Sequence[Output], confidence: float = 0.95) -> Interval:
+    """Tokens kept per cycle over all rows of the outputs, with the interval over rows; 1 when no cycle ran."""
+    parts = [[sum(row), len(row)] for output in outputs for row in output.accept_lengths]
+    return bootstrap(parts, lambda sums: np.where(sums[..., 1] > 0, sums[..., 0] / np.maximum(sums[..., 1], 1), 1.0), confidence)
 
 
 def _last_was_drafted(output: Output, row: int, cycle: int, kept: list[int]) -> bool | None:

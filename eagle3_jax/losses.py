@@ -51,6 +51,17 @@ def lk_lambda(teacher: jax.Array, draft: jax.Array) -> jax.Array:
     return weight * kl(teacher, draft) + (1.0 - weight) * distance
 
 
+def feature_distance(state: jax.Array, feature: jax.Array) -> jax.Array:
+    """EAGLE's regression loss per row, float32 [...]: smooth L1 of [..., D] states against the target's features, mean over D.
+
+    Source: EAGLE (arXiv:2401.15077) section 4.2. Raises ValueError when the draft is narrower than its target.
+    """
+    if state.shape[-1] != feature.shape[-1]:
+        raise ValueError(f"a feature loss needs a draft as wide as its target: {state.shape[-1]} against {feature.shape[-1]}")
+    apart = jnp.abs(state.astype(jnp.float32) - feature.astype(jnp.float32))
+    return jnp.mean(jnp.where(apart < 1.0, 0.5 * jnp.square(apart), apart - 0.5), axis=-1)
+
+
 ROW_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "cross_entropy": cross_entropy,
     "kl": kl,

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from eagle3_jax.evaluate import accepted_path
 from eagle3_jax.generate import Output
+from eagle3_jax.plotting import new_figure, save_png
 
 Decode = Callable[[int], str]
 
@@ -117,35 +115,25 @@ def save_trees_png(path: str | os.PathLike[str], trees: Sequence[CycleTree], dec
     """
     if not trees:
         raise ValueError("no tree to draw: no cycle ran")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-        from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ImportError("a PNG needs matplotlib; install it with: pip install 'eagle3-jax[plots]'") from None
     places = [_places(tree) for tree in trees]
     heights = [max(y for _, y in spots.values()) + 1 for spots in places]
     widths = [max(x for x, _ in spots.values()) for spots in places]
     columns = max(widths)
     size = (max(6.5, 1.55 * columns + 2.2), 0.3 * sum(heights) + 0.75 * len(trees) + 0.9)
-    figure = Figure(figsize=size, dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(trees), 1, squeeze=False, gridspec_kw={"height_ratios": [h + 1.2 for h in heights]})[:, 0]
+    figure, grid = new_figure(*size, rows=len(trees), gridspec_kw={"height_ratios": [h + 1.2 for h in heights]})
+    axes = grid[:, 0]
     for axis, tree, spots, height in zip(axes, trees, places, heights, strict=True):
         _draw(axis, tree, spots, decode)
         axis.set_xlim(-0.15, columns + 0.95)
         axis.set_ylim(height - 0.4, -0.6)
     axes[-1].set_xlabel("depth in the draft tree (tokens after the last committed one)")
     figure.suptitle(title or "Draft trees and the path that the target kept", fontsize=11)
+    from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
+
     marks = (("kept", KEPT_COLOUR), ("drafted, not kept", "#f1f2f4"), ("the target's own token", OWN_COLOUR))
     handles = [Patch(facecolor=colour, edgecolor=REFUSED_COLOUR, label=label) for label, colour in marks]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    target = Path(path)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".png-") as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as an empty box
-        part = Path(folder) / target.name
-        figure.savefig(part, format="png")
-        os.replace(part, target)
+    save_png(figure, path)
 
 
 KEPT_COLOUR, REFUSED_COLOUR, OWN_COLOUR = "#1b7f3b", "#8a8f98", "#c46a00"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eagle3_jax.benchmark import PLAIN, ModeResult
-from eagle3_jax.evaluate import Interval
+from eagle3_jax.evaluate import Interval, Percentiles
+from eagle3_jax.latency import Bursts
+from eagle3_jax.phases import Phases
+from eagle3_jax.throughput import Throughput, break_even, modes_in
 
 
 def display_width(text: str) -> int:
@@ -157,16 +160,74 @@ def benchmark_table(modes: Sequence[ModeResult]) -> str:
     return table(rows)
 
 
-def mean_table(sets: Sequence[Sequence[ModeResult]]) -> str:
-    """One line per way of decoding: plain means over the sets of acceptance length, speed-up and tokens/s."""
-    rows = [["", "acceptance length", "tokens/s", "speed-up", "after 1st token"]]
-    for modes in zip(*sets, strict=True):
-        means = [
-            [mode.acceptance_length.value for mode in modes],
-            [mode.tokens_per_second.value for mode in modes],
-            [mode.speed_up.value for mode in modes if mode.speed_up is not None],
-            [mode.decode_speed_up.value for mode in modes if mode.decode_speed_up is not None],
-        ]
-        cells = [sum(values) / len(values) if len(values) == len(modes) else None for values in means]
-        rows.append([modes[0].mode, figure(cells[0]), figure(cells[1], 1), figure(cells[2]), figure(cells[3])])
+def paper_table(sets: Mapping[str, Sequence[ModeResult]]) -> str:
+    """The paper's Table 1: speed-up over plain decoding and acceptance length, per set and their mean, one line per way of decoding."""
+    names = [*sets, "mean"] if len(sets) > 1 else list(sets)
+    rows = [["", *(cell for name in names for cell in (name, ""))], ["", *("speed-up", "tau") * len(names)]]
+    for modes in zip(*sets.values(), strict=True):
+        gains = [1.0 if mode.mode == PLAIN else mode.speed_up.value if mode.speed_up is not None else None for mode in modes]
+        lengths: list[float | None] = [mode.acceptance_length.value for mode in modes]
+        if len(sets) > 1:
+            gains, lengths = [*gains, mean(gains)], [*lengths, mean(lengths)]
+        cells = [cell for gain, length in zip(gains, lengths, strict=True) for cell in (f"{figure(gain)}x", figure(length))]
+        rows.append([modes[0].mode, *cells])
+    return table(rows)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """The plain mean, None when one is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def percentiles(value: Percentiles | None) -> list[str]:
+    """Three cells of seconds."""
+    return [duration(x) for x in (value.p50, value.p90, value.p99)] if value is not None else ["-", "-", "-"]
+
+
+def latency_table(modes: Sequence[ModeResult], bursts: Mapping[str, Bursts | None]) -> str:
+    """Percentiles of the time to the first token, per token, and between bursts where those were timed; memory beside plain decoding's."""
+    header = ["", "1st token p50", "p90", "p99", "per token p50", "p90", "p99"]
+    if bursts:
+        header += ["gap p50", "p90", "p99", "tokens a burst p50", "p90", "p99"]
+    rows = [[*header, "memory", "added"]]
+    plain = next((mode.memory_bytes for mode in modes if mode.mode == PLAIN), None)
+    for mode in modes:
+        cells = [mode.mode, *percentiles(mode.first_token), *percentiles(mode.token)]
+        if bursts:
+            found = bursts.get(mode.mode)
+            sizes = [f"{x:.0f}" for x in (found.tokens.p50, found.tokens.p90, found.tokens.p99)] if found is not None else ["-"] * 3
+            cells += [*percentiles(found.gap_seconds if found is not None else None), *sizes]
+        added = None if plain is None or mode.memory_bytes is None or mode.mode == PLAIN else mode.memory_bytes - plain
+        rows.append([*cells, size(mode.memory_bytes), size(added)])
+    return table(rows)
+
+
+def size(count: int | None) -> str:
+    """Bytes for a person: "640 kB", "540 MB"."""
+    if count is None:
+        return "-"
+    return f"{count / 1e3:.0f} kB" if abs(count) < 1e6 else f"{count / 1e6:.0f} MB" if abs(count) < 1e10 else f"{count / 1e9:.1f} GB"
+
+
+def throughput_table(found: Sequence[Throughput]) -> str:
+    """The paper's Tables 3 and 5: a column per batch, a line per way of decoding, and where the gain ends."""
+    batches = sorted({t.batch for t in found})
+    at = {(t.mode, t.batch): t for t in found}
+    rows = [["batch", *map(str, batches), "gain ends at"]]
+    rows.append([f"{PLAIN}, tokens/s", *(figure(at[PLAIN, b].tokens_per_second, 1) for b in batches), ""])
+    for mode in modes_in(found):
+        ends = break_even(found, mode)
+        last = f"above {batches[-1]}" if ends is None else f"below {batches[0]}" if ends == 0.0 else f"{ends:.0f}"
+        rows.append([f"{mode}, tokens/s", *(figure(at[mode, b].tokens_per_second, 1) for b in batches), ""])
+        rows.append([f"{mode}, speed-up", *(f"{figure(at[mode, b].speed_up)}x" for b in batches), last])
+    return table(rows)
+
+
+def phases_table(found: Sequence[Phases]) -> str:
+    """Where a cycle's time goes, one line per way of decoding; shares of the cycle in brackets."""
+    rows = [["", "cycle", "draft", "verify", "commit", "rest"]]
+    for p in found:
+        parts = [f"{1e3 * x:.2f} ms [{x / p.whole:.0%}]" for x in (p.draft, p.verify, p.commit, p.rest)]
+        rows.append([p.mode, duration(p.whole), *parts])
     return table(rows)

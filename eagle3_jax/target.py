@@ -86,7 +86,7 @@ def forward(
     tokens, positions: int32; mask: bool [B or 1, T, T], True where the row's query may read the column's key;
     None: plain causal attention over these tokens alone, without a cache; with segments, int32 [B, T], a token reads its own only,
     and those of segment -1 are never read. attention: the implementation of that causal pass.
-    taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`.
+    taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`, so that L is the final normed state.
     earlier: per block, K/V of tokens that stand between cache and pass, as the `kv` of an earlier pass gives them; then the mask is
     [B or 1, T, R] over theirs and the pass's own keys, and the `kv` returned holds both.
     """
@@ -117,6 +117,7 @@ def forward(
         gate_up = _project(block, "gate_up", u)
         x = x + _project(block, "down", swiglu(gate_up[..., 0, :], gate_up[..., 1, :]))
     hidden = rms_norm(x, target.norm[...], c.rms_norm_eps)
+    features[c.num_layers] = hidden
     tapped = jnp.concatenate([features[k] for k in taps], axis=-1) if taps else jnp.zeros((B, T, 0), x.dtype)
     return TargetOutput(hidden, tapped, kv)
 

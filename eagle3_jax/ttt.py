@@ -18,7 +18,7 @@ from eagle3_jax.attention import ttt_attend
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.flash import Sight
 from eagle3_jax.layers import rms_norm
-from eagle3_jax.losses import head_loss
+from eagle3_jax.losses import feature_distance, head_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Recipe:
     divide_by: "positions": all B*T, padding included; "mask": the scored slots of the step + 1e-5; "slots": max(1, those).
     in_vocabulary: slots whose target argmax is outside the draft vocabulary have no loss (they stay in the divisor).
     clear_last: the mask of every document's last token is cleared first.
-    train_head: False freezes the output head, which then holds the target's rows.
+    train_head: False freezes the output head, which then holds the target's rows; train_fusion: False freezes fc.
+    feature_weight: of EAGLE's regression, smooth L1 between the state that is fed back and the target's final normed state of the same
+    token, over every scored slot; logit_weight: of the loss over the vocabulary beside it (EAGLE: 1 and 0.1; EAGLE-3: 0 and 1).
     """
 
     name: str
@@ -42,6 +44,9 @@ class Recipe:
     in_vocabulary: bool = True
     clear_last: bool = False
     train_head: bool = True
+    train_fusion: bool = True
+    feature_weight: float = 0.0
+    logit_weight: float = 1.0
 
     def weights(self) -> np.ndarray:
         """float32 [J]: decay to the power of the step."""
@@ -206,9 +211,13 @@ def ttt_loss(
     label = jnp.where(argmax >= 0, to_draft[jnp.maximum(argmax, 0)], -1)
     trained = rows_JBC & (label >= 0)[None] if recipe.in_vocabulary else rows_JBC
     per_row = jnp.asarray(recipe.weights()) / divisors_J
-    weight = jnp.where(trained, per_row[:, None, None], 0.0)
+    weight = jnp.where(trained, recipe.logit_weight * per_row[:, None, None], 0.0)
     head = draft.head[...] if recipe.train_head else jax.lax.stop_gradient(draft.head[...])
     total, results = head_loss(recipe.loss, drafts, head, teacher, frozen.teacher_head, weight, label)
+    if recipe.feature_weight:
+        states = jnp.stack([_delay(states_JBCD[s], s) for s in range(J)])
+        apart = jnp.where(rows_JBC, feature_distance(states, teacher[None]), 0.0)
+        total = total + recipe.feature_weight * jnp.sum(per_row[:, None, None] * apart)
     loss = jnp.sum(jnp.where(trained, results.loss, 0.0), axis=(1, 2)) / divisors_J
     correct_JBC = results.correct & rows_JBC
     # Back to slots: entry c + s of step s is slot c's own.

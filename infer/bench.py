@@ -1,5 +1,5 @@
 #!python
-"""eagle3-bench: plain and speculative decoding of a file of prompts, in turns in one process."""
+"""eagle3-bench: plain and speculative decoding of sets of prompts, in turns in one process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from eagle3_jax import tables
-from eagle3_jax.benchmark import Benchmark, Programs, Sample, benchmark, modes_of
+from eagle3_jax.bench_run import Plan, run_plan
 from eagle3_jax.commands import (
     TREE_HELP,
     Formatter,
-    Models,
     Parser,
     add_model_options,
     add_sampling_options,
@@ -29,37 +25,54 @@ from eagle3_jax.commands import (
     temperature,
     tree_argument,
     use_compilation_cache,
-    write_json,
 )
-from eagle3_jax.prompts import Prompt, read_prompts
+from eagle3_jax.prompt_sets import PAPER_SETS, read_sets
 
 PROG = "eagle3-bench"
 EXAMPLES = """examples:
   eagle3-bench mt_bench.jsonl --limit 20 --trees chain:2 chain:3 tree:8,3,3
-  eagle3-bench mt_bench.jsonl gsm8k.jsonl --temperature 0 1 --max-new-tokens 128 --out bench.json
+  eagle3-bench prompts/ --limit 20 --temperature 0 1 --trees chain:8 tree:60,8,10 --figures figures --out bench.json
+  eagle3-bench mt_bench.jsonl --limit 8 --phases --bursts 2 --batches 1 2 4 8 16 32 64 --figures figures
 
 figures (compilation is in none of them but its own):
-  acceptance length   tokens kept per target pass, with a 95 % interval over prompts
+  acceptance length   tokens kept per target pass (tau), with a 95 % interval over prompts
   tokens/s            of whole calls, the prompt's pass included; a stop token counts, nothing after it does
   speed-up            that over plain decoding's; "after 1st token": without the prompt's pass
   cycle, cost         time of one draft-and-verify cycle; the same in steps of plain decoding
   n-alpha             acceptance rate of draft n+1 given the first n, for chains; in parentheses for trees, by depth
+  per token           seconds per token after the first, over prompts; gap: between the bursts of a decode that hands over every cycle
+  memory              of the compiled program, weights included; added: over plain decoding's
+
+An interrupted run goes on with --resume.
 """
+HERE_ONLY = ("out", "figures", "resume", "traceback", "no_compilation_cache")
+"""Options that may differ between an interrupted run and the one that goes on."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog=PROG, description=__doc__, epilog=EXAMPLES, formatter_class=Formatter)
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="prompts: JSONL, JSON or Parquet with prompt, turns (the first), messages or prompt_ids"
+        "sets",
+        nargs="+",
+        metavar="SET",
+        help="prompts: a file (JSONL, JSON or Parquet with prompt, turns (the first), messages or prompt_ids), a folder of files, "
+        f"hf:OWNER/NAME, one of the paper's sets ({', '.join(PAPER_SETS)}) from the hub, or paper for all five",
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="prompts per file, spread evenly over it; unset: all")
+    parser.add_argument("--limit", type=positive, metavar="N", help="prompts per set, spread evenly over it; unset: all")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="prompts decoded together")
     parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="times each call is timed; the median counts")
     parser.add_argument("--trees", type=tree_argument, nargs="+", default=["auto"], metavar="TREE", help=f"one or more; {TREE_HELP}")
     parser.add_argument(
         "--temperature", type=temperature, nargs="+", default=[0.0], metavar="T", help="one or more; 0: the likeliest token, always"
     )
+    parser.add_argument("--phases", action="store_true", help="where the time of a cycle goes: draft, verify, commit, rest")
+    parser.add_argument("--bursts", type=positive, metavar="N", help="time every cycle of N prompts per set, as a stream would show them")
+    parser.add_argument(
+        "--batches", type=positive, nargs="+", metavar="N", help="throughput at these batch sizes, plainly and with chains of 2 and 3"
+    )
     parser.add_argument("--out", metavar="FILE.json", default="bench.json", help="all figures and all answers; written anew after each set")
+    parser.add_argument("--figures", metavar="FOLDER", type=Path, help="PNGs of the figures; needs matplotlib")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run that had the same arguments and --out")
     add_model_options(parser)
     add_sampling_options(parser, max_new_tokens=64)
     args = parser.parse_args(argv)
@@ -69,67 +82,36 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     check_writable(args.out, ".json")
-    sets = {Path(file).name.split(".")[0]: spread(read_prompts(file), args.limit) for file in args.files}
-    if len(sets) < len(args.files):
-        raise ValueError("two files have the same name; their figures could not be told apart")
+    sets = read_sets(args.sets, args.limit)
     if not args.no_compilation_cache:
         use_compilation_cache()
     models = load_models(args, need_tokenizer=any(prompt.ids is None for prompts in sets.values() for prompt in prompts))
+    plan = Plan(
+        temperatures=tuple(args.temperature),
+        trees=tuple(args.trees),
+        batch=args.batch,
+        repeats=args.repeats,
+        seed=args.seed,
+        bursts=args.bursts or 0,
+        batches=tuple(args.batches or ()),
+        phases=args.phases,
+        out=Path(args.out),
+        figures=args.figures,
+        resume=args.resume,
+    )
     rows = {name: encode_prompts(prompts, models, args) for name, prompts in sets.items()}
-    options = sampling_options(args, models)
-    programs = Programs(models.target, models.draft)
-    results: list[dict[str, Any]] = []
-    benchmarks: dict[tuple[float, str], Benchmark] = {}
-    for heat in dict.fromkeys(args.temperature):
-        for name, prompts in sets.items():
-            result = measure(args, models, rows[name], {**options, "temperature": heat}, programs, f"{name}, T={heat:g}")
-            benchmarks[heat, name] = result
-            results.append({"set": name, "prompts": [prompt.name for prompt in prompts], **result.to_dict()})
-            write_json(args.out, {"arguments": arguments(args), "results": results})
-            print(f"\n{name}: {len(prompts)} prompts, T = {heat:g}, batch {args.batch}\n")
-            print(tables.benchmark_table(result.modes), flush=True)
-    if len(sets) > 1:
-        for heat in dict.fromkeys(args.temperature):
-            print(f"\nmean of the {len(sets)} sets, T = {heat:g}\n")
-            print(tables.mean_table([benchmarks[heat, name].modes for name in sets]))
+    names = {name: [prompt.name for prompt in prompts] for name, prompts in sets.items()}
+    run_plan(plan, models.target, models.draft, rows, names, arguments(args), sampling_options(args, models), say=say)
     print(f"\nwritten to {args.out}")
 
 
-def measure(
-    args: argparse.Namespace, models: Models, rows: list[list[int]], options: dict[str, Any], programs: Programs, title: str
-) -> Benchmark:
-    """The benchmark of one set at one temperature, under a progress bar."""
-    answers = len(rows) * len(modes_of(models.draft, args.trees))
-    with tqdm(total=answers, desc=title, unit="answer", dynamic_ncols=True, disable=None) as bar:
-
-        def progress(sample: Sample) -> None:
-            bar.update(len(sample.prompts))
-            bar.set_postfix_str(f"{sample.mode} tau {sample.output.tau:.2f}")
-
-        return benchmark(
-            models.target,
-            models.draft,
-            rows,
-            args.trees,
-            batch=args.batch,
-            seed=args.seed,
-            repeats=args.repeats,
-            progress=progress,
-            programs=programs,
-            **options,
-        )
-
-
-def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    """`limit` prompts at even distances: sets are often sorted by category."""
-    if limit is None or limit >= len(prompts):
-        return prompts
-    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The command line as JSON."""
-    values = dict(vars(args))
+    """The command line as JSON, without what says only where things go."""
+    values = {key: value for key, value in vars(args).items() if key not in HERE_ONLY}
     values["trees"] = [dataclasses.asdict(tree) if tree is not None else "auto" for tree in args.trees]
     return values
 

@@ -39,7 +39,7 @@ def test_table_and_file(base, folder: Path, tmp_path: Path, capsys: pytest.Captu
     captured = capsys.readouterr()
     assert captured.err == ""  # no bar where there is no terminal
     assert "talk: 2 prompts, T = 0, batch 1" in captured.out
-    assert "mean of the 2 sets, T = 0" in captured.out
+    assert "the 2 sets and their mean, T = 0" in captured.out
     assert captured.out.endswith(f"written to {out}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
     written = json.loads(out.read_text(encoding="utf-8"))
@@ -83,10 +83,47 @@ def test_mistakes_take_one_line(base, folder: Path, argv: list[str], words: str,
     assert not (folder / "bench.json").exists()
 
 
-def test_limit_spreads() -> None:
-    assert SCRIPT.spread(list(range(80)), 4) == [0, 20, 40, 60]
-    assert SCRIPT.spread([1, 2], 5) == [1, 2]
-    assert SCRIPT.spread([1, 2], None) == [1, 2]
+@pytest.mark.slow
+def test_everything_at_once_and_resumed(base, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    out, figures = tmp_path / "all.json", tmp_path / "figures"
+    options = ["--trees", "chain:2", "--max-new-tokens", "16", "--ignore-eos", "--limit", "2", "--out", str(out), "--figures", str(figures)]
+    more = ["--phases", "--bursts", "1", "--batches", "1", "2"]
+    assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, *more) == 0
+    first = capsys.readouterr().out
+    assert sorted(path.name for path in figures.iterdir()) == ["cycle.png", "n-alpha-T0.png", "sets-T0.png", "throughput.png"]
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert [p["mode"] for p in written["phases"]] == ["plain", "chain:2"]
+    for part in written["phases"]:
+        assert part["verify"] > 0
+        assert part["whole"] == pytest.approx(part["draft"] + part["verify"] + part["commit"] + part["rest"])
+    assert written["phases"][0]["draft"] == 0.0
+    assert [(t["batch"], t["mode"]) for t in written["throughput"]] == [(b, m) for b in (1, 2) for m in ("plain", "chain:2", "chain:3")]
+    stepped = written["results"][0]["bursts"]
+    assert stepped["plain"]["mean_tokens"] == 1.0
+    # A stepped decode keeps what the one-program decode keeps, cycle by cycle.
+    kept = next(s for s in written["results"][0]["samples"] if s["mode"] == "chain:2" and s["prompts"] == [0])["accept_lengths"][0]
+    assert stepped["chain:2"]["count"] == len(kept)
+    assert stepped["chain:2"]["mean_tokens"] == pytest.approx(sum(kept) / len(kept))
+    assert "gain ends at" in first
+    assert "tokens a burst" in first
+    memory = {m["mode"]: m["memory_bytes"] for m in written["results"][0]["modes"]}
+    assert memory["chain:2"] > memory["plain"] > 0
+    assert not list(tmp_path.glob("*.journal"))
+
+    # Interrupted in the sweep: what was measured is taken over, and nothing is decoded twice.
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("eagle3_jax.bench_run._phases", interrupted)
+        assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases") == 130
+    assert len((tmp_path / "all.json.journal").read_text().splitlines()) == 1 + 4
+    assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases", "--resume", "--batch", "2") == 2
+    assert "other arguments (batch)" in capsys.readouterr().err
+    monkeypatch.setattr("eagle3_jax.benchmark._timed", lambda *_: pytest.fail("decoded again"))
+    assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases", "--resume") == 0
+    again = json.loads(out.read_text(encoding="utf-8"))
+    assert [s["tokens"] for s in again["results"][0]["samples"]] == [s["tokens"] for s in written["results"][0]["samples"]]
 
 
 def test_help(capsys: pytest.CaptureFixture) -> None:

@@ -91,7 +91,8 @@ def test_taps_of_published_targets():
 def test_check_taps():
     target = TargetConfig.from_hf(LLAMA)
     assert check_taps((0, 3, 6), target) == (0, 3, 6)
-    for bad in ((0, 7), (-1, 2), ()):
+    assert check_taps((7,), target) == (7,)  # the final normed state
+    for bad in ((0, 8), (-1, 2), ()):
         with pytest.raises(ConfigError, match="taps"):
             check_taps(bad, target)
 

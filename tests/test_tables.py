@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from eagle3_jax.benchmark import Sample, summarise
-from eagle3_jax.evaluate import Interval
-from eagle3_jax.tables import benchmark_table, comparison_table, display_width, duration, figure, mean_table, side_by_side, table, wrap
+from eagle3_jax.evaluate import Interval, Percentiles
+from eagle3_jax.latency import Bursts
+from eagle3_jax.phases import Phases
+from eagle3_jax.tables import (
+    benchmark_table,
+    comparison_table,
+    display_width,
+    duration,
+    figure,
+    latency_table,
+    paper_table,
+    phases_table,
+    side_by_side,
+    size,
+    table,
+    wrap,
+)
 
 
 def test_wrap() -> None:
@@ -77,6 +94,26 @@ def test_benchmark_and_mean_tables(modes: list) -> None:
     assert "2/2" in lines[2]
     assert "(" not in lines[2]
     assert "(1.00 1.00)" in lines[3]
-    mean = mean_table([modes, modes]).splitlines()
-    assert mean[2].split() == ["chain:3", "3.20", "1.6", "1.64", "1.78"]
-    assert mean[1].split() == ["plain", "1.00", "1.0", "-", "-"]
+    paper = paper_table({"talk": modes, "sums": modes}).splitlines()
+    assert paper[0].split() == ["talk", "sums", "mean"]
+    assert paper[2].split() == ["plain", *["1.00x", "1.00"] * 3]
+    assert paper[3].split() == ["chain:3", *["1.64x", "3.20"] * 3]
+
+
+def test_latency_table(modes: list) -> None:
+    stepped = Bursts(Percentiles(0.5, 0.6, 0.7), Percentiles(3.0, 4.0, 4.0), 3.2, 5)
+    lines = latency_table([replace(modes[0], memory_bytes=540_000_000), replace(modes[1], memory_bytes=552_000_000)], {}).splitlines()
+    # Plain decoding: a first token after 1 s, eight more in 8 s.
+    assert lines[1].split() == ["plain", *["1.00", "s"] * 6, "540", "MB", "-"]
+    assert lines[2].split()[-4:] == ["552", "MB", "12", "MB"]
+    assert "0.56 s" in lines[2]
+    with_gaps = latency_table(modes[:2], {"plain": None, "chain:3": stepped}).splitlines()
+    assert "0.50 s  0.60 s  0.70 s" in with_gaps[2]
+    assert size(640_000) == "640 kB"
+    assert size(12_300_000_000) == "12.3 GB"
+
+
+def test_phases_table() -> None:
+    line = phases_table([Phases("chain:2", draft=0.002, verify=0.006, commit=0.001, whole=0.010)]).splitlines()[1]
+    for cell in ("10 ms", "2.00 ms [20%]", "6.00 ms [60%]", "1.00 ms [10%]"):
+        assert cell in line

@@ -355,3 +355,25 @@ def test_head_of_llama_8b_has_425m_parameters() -> None:
     count = count_parameters(draft)
     assert count == 3 * 4096**2 + 2 * 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 4096 * 32000 + 4 * 4096
     assert abs(count - 425e6) < 5e6
+
+
+def test_feature_loss_draws_the_state_to_the_next_feature() -> None:
+    batch = make([[0, 0, 1, 1, 1, 1, 1]], seed=3)
+    plain = dataclasses.replace(ALIGNED, steps=2, decay=0.5)
+    rule = dataclasses.replace(plain, feature_weight=2.0, logit_weight=0.1, train_head=False, train_fusion=False)
+    draft = tiny_draft()
+    total, metrics, grads = differentiate(batch, rule, draft)
+    states = np.asarray(_unroll(draft, frozen().embed, batch, 2, lambda x: x))
+    masks = np.asarray(scored(rule, batch.response, batch.segments, batch.valid))
+    wanted = 0.0
+    for s in range(2):
+        apart = [
+            np.abs(states[s, b, i] - np.asarray(batch.hidden)[b, i + 1 + s])  # a of step s stands for the feature of token i+1+s
+            for b, i in zip(*np.nonzero(masks[s]), strict=True)
+        ]
+        wanted += 0.5**s * np.mean([np.where(x < 1, 0.5 * x * x, x - 0.5).mean() for x in apart])
+    logits = differentiate(batch, plain, draft)[0]
+    np.testing.assert_allclose(total, 2.0 * wanted + 0.1 * logits, rtol=1e-5)
+    assert set(grads).isdisjoint({"fc", "head"})
+    assert float(jnp.abs(grads["down"]).max()) > 0
+    assert np.all(np.isfinite(metrics.loss))

@@ -1,0 +1,194 @@
+"""An arm of an experiment: one head, trained one way, measured by real decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.batches import BatchSource
+from eagle3_jax.commands import write_json
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.drafting import Draft
+from eagle3_jax.evaluate import Interval, acceptance_length, n_alpha_intervals
+from eagle3_jax.experiments.material import Material, Setting, vocabulary_size
+from eagle3_jax.features import open_cache
+from eagle3_jax.fit import fit
+from eagle3_jax.generate import Output, generate
+from eagle3_jax.params import fill, named_variables
+from eagle3_jax.reporting import Reporter
+from eagle3_jax.train import draft_vocabulary, fresh_draft, frozen_tables
+from eagle3_jax.trainer import TrainConfig
+from eagle3_jax.tree import Chain
+from eagle3_jax.ttt import Recipe, recipe
+from eagle3_jax.weights import load_draft, save_head
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """name: of the arm and its folder. top: the head reads the target's final state alone, as in EAGLE; otherwise EAGLE-3's three taps.
+
+    steps: J; 1 is no training-time test. None: the setting's. feature_loss: EAGLE's regression beside 0.1 times the loss over the
+    vocabulary, with fc the identity and the target's own head, both frozen. loss: over the vocabulary. data: share of the training
+    examples. draft_vocab: U, None: the setting's.
+    """
+
+    name: str
+    top: bool = False
+    steps: int | None = None
+    feature_loss: bool = False
+    loss: str = "cross_entropy"
+    data: float = 1.0
+    draft_vocab: int | None = None
+
+    def recipe(self, setting: Setting) -> Recipe:
+        changes: dict[str, Any] = {"steps": self.steps or setting.ttt_steps, "loss": self.loss}
+        if self.feature_loss:
+            changes |= {"feature_weight": 1.0, "logit_weight": 0.1, "train_head": False, "train_fusion": False}
+        return recipe("aligned", **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmResult:
+    """What an arm reached. n_alpha: n = 0 ... chain-1, greedy. cycle_seconds: of one decode cycle of the whole batch, the fastest seen.
+
+    coverage: share of held-out answer tokens inside the draft vocabulary. parameters: of the head, trained or not.
+    """
+
+    name: str
+    acceptance_length: Interval
+    n_alpha: list[Interval | None]
+    loss: float | None
+    examples: int
+    draft_vocab: int
+    coverage: float
+    parameters: int
+    train_seconds: float
+    cycle_seconds: float | None
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> ArmResult:
+        intervals = [None if x is None else Interval(**x) for x in value["n_alpha"]]
+        return cls(**{**value, "acceptance_length": Interval(**value["acceptance_length"]), "n_alpha": intervals})
+
+
+def run_arm(material: Material, arm: Arm) -> ArmResult:
+    """Trains and measures an arm, or reads what an earlier run of the same arm and setting left in its folder."""
+    folder = arm_folder(material, arm)
+    about = {"arm": dataclasses.asdict(arm), "setting": dataclasses.asdict(material.setting)}
+    file = folder / "result.json"
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["about"] == about:
+            return ArmResult.from_dict(found["result"])
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    draft, loss, examples = train_arm(material, arm)
+    seconds = time.perf_counter() - start
+    outputs, cycle = decode(material, draft)
+    kept = np.asarray(draft.d2t[...])
+    answers = np.concatenate([ids[response > 0] for ids, response in material.held_out])
+    result = ArmResult(
+        name=arm.name,
+        acceptance_length=acceptance_length(outputs),
+        n_alpha=n_alpha_intervals(outputs, material.setting.chain),
+        loss=loss,
+        examples=examples,
+        draft_vocab=len(kept),
+        coverage=float(np.isin(answers, kept).mean()),
+        parameters=sum(v.get_value().size for name, v in named_variables(draft) if name != "d2t"),
+        train_seconds=seconds,
+        cycle_seconds=cycle,
+    )
+    save_head(draft, folder / "head", dtype="float32", overwrite=True)
+    write_json(file, {"about": about, "result": dataclasses.asdict(result)})
+    return result
+
+
+def arm_folder(material: Material, arm: Arm) -> Path:
+    return material.out / "arms" / arm.name.replace("/", "of").replace(" ", "-")
+
+
+def trained_head(material: Material, arm: Arm) -> Eagle3Draft:
+    """The head of an arm, trained if need be."""
+    run_arm(material, arm)
+    return load_draft(arm_folder(material, arm) / "head", material.target)
+
+
+def train_arm(material: Material, arm: Arm) -> tuple[Eagle3Draft, float | None, int]:
+    """(trained head, loss of the last update, training examples)."""
+    setting, target = material.setting, material.target
+    taps = material.top if arm.top else material.fused
+    folder = material.features(taps)
+    kept = draft_vocabulary(material.training, target.config.vocab_size, arm.draft_vocab or vocabulary_size(setting, target))
+    rule = arm.recipe(setting)
+    config = TrainConfig(
+        recipe=rule,
+        steps=setting.steps,
+        rows=setting.rows,
+        row_tokens=setting.row_tokens,
+        row_slots=setting.row_slots,
+        peak_lr=setting.peak_lr,
+        warmup=min(setting.warmup, setting.steps),
+        seed=setting.seed,
+    )
+    tables = frozen_tables(target, kept)
+    draft = fresh_draft(DraftConfig.for_target(target.config, len(kept), taps), kept, setting.seed)
+    anchors = {}
+    if not rule.train_head:
+        anchors["head"] = tables.teacher_head
+    if not rule.train_fusion:
+        # The state fed back stands for the target's feature, so both must be measured alike.
+        anchors["fc"] = jnp.eye(target.config.hidden_size, dtype=draft.dtype)
+    draft = fill(draft, {**{name: v.get_value() for name, v in named_variables(draft)}, **anchors})
+    examples = max(1, round(arm.data * len(material.training.examples)))
+    source = BatchSource(
+        lambda: open_cache(folder),
+        rule,
+        seed=setting.seed,
+        rows=config.rows,
+        width=config.row_tokens,
+        slots=config.row_slots,
+        limit=examples,
+    )
+    log = arm_folder(material, arm) / "log.jsonl"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    reporter = Reporter(config.steps, jsonl=log, every=max(1, config.steps // 3))
+    try:
+        trained = fit(draft, tables, source, config, reporter=reporter)
+    finally:
+        reporter.close()
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    return trained, losses[-1] if losses else None, examples
+
+
+def decode(material: Material, draft: Draft, **options: Any) -> tuple[list[Output], float | None]:
+    """(outputs of all prompts with a chain, seconds of a cycle); `options` as in `generate`."""
+    setting = material.setting
+    prompts, outputs, cycles = material.prompts(), [], []
+    for start in range(0, len(prompts), setting.batch):
+        rows = prompts[start : start + setting.batch]
+        begin = time.perf_counter()
+        output = generate(
+            material.target,
+            draft,
+            rows,
+            setting.new_tokens,
+            tree=Chain(setting.chain),
+            eos_token_ids=[] if setting.data is None else None,
+            seed=[setting.seed + start + i for i in range(len(rows))],
+            **options,
+        )
+        passes = max(map(len, output.accept_lengths))
+        if passes and start:  # the first call may compile
+            cycles.append((time.perf_counter() - begin) / passes)
+        outputs.append(output)
+    return outputs, min(cycles, default=None)

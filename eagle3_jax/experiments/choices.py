@@ -1,0 +1,85 @@
+"""Choices that a user makes: the loss, how far to unroll, the size of the draft vocabulary, how candidates are drafted when sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.evaluate import acceptance_length, n_alpha_intervals
+from eagle3_jax.experiments.arms import Arm, ArmResult, decode, run_arm, trained_head
+from eagle3_jax.experiments.material import Material
+from eagle3_jax.experiments.paper import EAGLE_3, length_chart, n_alpha_chart
+from eagle3_jax.losses import ROW_LOSSES
+from eagle3_jax.plotting import bars, new_figure, save_png, tidy
+
+SAME_GRADIENT = "kl"
+"""Differs from the cross-entropy by a constant: the same head."""
+STEPS = (1, 2, 4)
+PARTS = (8, 4, 2)
+HEATS = (0.5, 1.0)
+DRAFTINGS: dict[str, dict[str, Any]] = {
+    "coupled (candidates see the noise)": {},
+    "greedy candidates": {"coupled_draft": False},
+    "sampled candidates, min(1, p/q)": {"rule": "rejection"},
+}
+
+
+def losses(material: Material, out: Path) -> list[ArmResult]:
+    """Every loss by name, all else as in EAGLE-3."""
+    others = [name for name in ROW_LOSSES if name not in (EAGLE_3.loss, SAME_GRADIENT)]
+    results = [run_arm(material, EAGLE_3), *(run_arm(material, Arm(f"loss {name}", loss=name)) for name in others)]
+    labels = [name.replace("_", "\n") for name in (EAGLE_3.loss, *others)]
+    length_chart(results, out, "Which loss?", labels)
+    return results
+
+
+def ttt_steps(material: Material, out: Path) -> list[ArmResult]:
+    """J, the number of steps the head is unrolled in training."""
+    shorter = [steps for steps in STEPS if steps < material.setting.ttt_steps]
+    results = [*(run_arm(material, Arm(f"J = {steps}", steps=steps)) for steps in shorter), run_arm(material, EAGLE_3)]
+    shown = [*results[:-1], ArmResult(**{**vars(results[-1]), "name": f"J = {material.setting.ttt_steps}"})]
+    n_alpha_chart(shown, out, "How far must training unroll?")
+    return results
+
+
+def draft_vocab(material: Material, out: Path) -> list[ArmResult]:
+    """Coverage against cost: the head's output matrix shrinks with the draft vocabulary, and so does what it can propose."""
+    whole = material.setting.draft_vocab or material.target.config.vocab_size
+    results = [run_arm(material, Arm(f"U = {whole // part}", draft_vocab=whole // part)) for part in PARTS]
+    results.append(run_arm(material, EAGLE_3))
+    groups = [str(result.draft_vocab) for result in results]
+    figure, axes = new_figure(9.0, 3.6, columns=3)
+    panels = (
+        ("What is accepted", "acceptance length (T = 0)", [r.acceptance_length for r in results], 2),
+        ("What it can say", "held-out tokens covered, %", [100 * r.coverage for r in results], 1),
+        ("What it costs", "parameters of the head, thousands", [r.parameters / 1e3 for r in results], 0),
+    )
+    for axis, (title, ylabel, values, digits) in zip(axes[0], panels, strict=True):
+        bars(axis, groups, {"": values}, digits)
+        tidy(axis, title, "draft vocabulary, tokens", ylabel)
+    save_png(figure, out)
+    return results
+
+
+def drafting(material: Material, out: Path) -> list[ArmResult]:
+    """How candidates are chosen at T > 0, with one head and chains. The text is the target's in every case."""
+    base = run_arm(material, EAGLE_3)
+    head = trained_head(material, EAGLE_3)
+    results = []
+    for name, options in DRAFTINGS.items():
+        for heat in HEATS:
+            outputs, cycle = decode(material, head, temperature=heat, **options)
+            changes = {
+                "name": f"{name}, T = {heat:g}",
+                "acceptance_length": acceptance_length(outputs),
+                "n_alpha": n_alpha_intervals(outputs, material.setting.chain),
+                "cycle_seconds": cycle,
+            }
+            results.append(ArmResult(**{**vars(base), **changes}))
+    figure, axes = new_figure(7.2, 3.8)
+    places = {name: results[i * len(HEATS) : (i + 1) * len(HEATS)] for i, name in enumerate(DRAFTINGS)}
+    bars(axes[0, 0], [f"T = {heat:g}" for heat in HEATS], {name: [r.acceptance_length for r in found] for name, found in places.items()})
+    tidy(axes[0, 0], "What should a chain propose when the target samples?", "", "acceptance length, tokens per cycle")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    save_png(figure, out)
+    return results

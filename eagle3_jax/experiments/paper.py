@@ -1,0 +1,74 @@
+"""The paper's own experiments: n-alpha (figures 4 and 7), the ablation (Table 2), the scaling of data (Figure 1).
+
+What is compared is EAGLE's way of training and EAGLE-3's on ONE architecture, EAGLE-3's decoder layer: the differences are the
+feature that is read, the loss, and the unrolling, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle3_jax.experiments.arms import Arm, ArmResult, run_arm
+from eagle3_jax.experiments.material import Material
+from eagle3_jax.plotting import bars, lines, new_figure, save_png, tidy
+
+EAGLE = Arm("EAGLE", top=True, steps=1, feature_loss=True)
+UNTIED = Arm("top feature, no feature loss, no TTT", top=True, steps=1)
+TOP_TTT = Arm("top feature, TTT", top=True)
+EAGLE_3 = Arm("EAGLE-3")
+FRACTIONS = (0.125, 0.25, 0.5, 1.0)
+
+
+def n_alpha(material: Material, out: Path) -> list[ArmResult]:
+    """Figures 4 and 7: without the feature loss the head feeds back what it likes; only training-time test teaches it to read that."""
+    results = [run_arm(material, arm) for arm in (EAGLE, UNTIED, EAGLE_3)]
+    n_alpha_chart(results, out, "Does acceptance last as the head reads its own states?")
+    return results
+
+
+def n_alpha_chart(results: Sequence[ArmResult], out: Path, title: str) -> None:
+    """n-alpha of every arm against n."""
+    figure, axes = new_figure(7.2, 4.0)
+    lines(axes[0, 0], {result.name: list(enumerate(result.n_alpha)) for result in results})
+    axes[0, 0].set_ylim(0, 1)
+    tidy(axes[0, 0], title, "n, accepted drafts before this one in the chain", "n-alpha, rate of acceptance (T = 0)")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    save_png(figure, out)
+
+
+def ablation(material: Material, out: Path) -> list[ArmResult]:
+    """Table 2: from EAGLE, the feature loss goes and training-time test comes, then three layers are fused."""
+    results = [run_arm(material, arm) for arm in (EAGLE, TOP_TTT, EAGLE_3)]
+    length_chart(results, out, "What each change is worth", ["EAGLE", "+ TTT instead of\nfeature loss", "+ fused features\n(EAGLE-3)"])
+    return results
+
+
+def length_chart(results: Sequence[ArmResult], out: Path, title: str, labels: Sequence[str] | None = None) -> None:
+    """Acceptance length of every arm as a bar."""
+    figure, axes = new_figure(max(5.0, 1.4 * len(results) + 1.2), 3.6)
+    bars(axes[0, 0], labels or [result.name for result in results], {"": [result.acceptance_length for result in results]})
+    tidy(axes[0, 0], title, "", "acceptance length, tokens per cycle (T = 0)")
+    save_png(figure, out)
+
+
+def scaling(material: Material, out: Path) -> list[ArmResult]:
+    """Figure 1: the same number of updates on growing shares of the training text."""
+    results: list[ArmResult] = []
+    for base in (EAGLE, EAGLE_3):
+        for share in FRACTIONS:
+            results.append(run_arm(material, scaled(base, share)))
+    series = {base.name: results[i * len(FRACTIONS) : (i + 1) * len(FRACTIONS)] for i, base in enumerate((EAGLE, EAGLE_3))}
+    figure, axes = new_figure(6.4, 3.8)
+    lines(axes[0, 0], {name: [(r.examples, r.acceptance_length) for r in found] for name, found in series.items()}, positions_on_log2=True)
+    tidy(axes[0, 0], "Does more data help?", "training examples (as many updates for each)", "acceptance length, tokens per cycle (T = 0)")
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    save_png(figure, out)
+    return results
+
+
+def scaled(arm: Arm, share: float) -> Arm:
+    """The arm on a share of the data; the whole is the arm itself, so that it is trained once."""
+    if share == 1.0:
+        return arm
+    return Arm(**{**vars(arm), "name": f"{arm.name} 1/{round(1 / share)}", "data": share})
