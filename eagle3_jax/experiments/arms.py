@@ -121,8 +121,11 @@ def trained_head(material: Material, arm: Arm) -> Eagle3Draft:
     return load_draft(arm_folder(material, arm) / "head", material.target)
 
 
-def train_arm(material: Material, arm: Arm) -> tuple[Eagle3Draft, float | None, int]:
-    """(trained head, loss of the last update, training examples)."""
+def train_arm(material: Material, arm: Arm, evaluate_every: int | None = None) -> tuple[Eagle3Draft, float | None, int]:
+    """(trained head, loss of the last update, training examples).
+
+    evaluate_every: updates between measurements on the held-out text, which go to `log.jsonl` in the arm's folder; None: none.
+    """
     setting, target = material.setting, material.target
     taps = material.top if arm.top else material.fused
     folder = material.features(taps)
@@ -148,21 +151,19 @@ def train_arm(material: Material, arm: Arm) -> tuple[Eagle3Draft, float | None, 
         anchors["fc"] = jnp.eye(target.config.hidden_size, dtype=draft.dtype)
     draft = fill(draft, {**{name: v.get_value() for name, v in named_variables(draft)}, **anchors})
     examples = max(1, round(arm.data * len(material.training.examples)))
-    source = BatchSource(
-        lambda: open_cache(folder),
-        rule,
-        seed=setting.seed,
-        rows=config.rows,
-        width=config.row_tokens,
-        slots=config.row_slots,
-        limit=examples,
-    )
+    shape = {"seed": setting.seed, "rows": config.rows, "width": config.row_tokens, "slots": config.row_slots}
+    source = BatchSource(lambda: open_cache(folder), rule, limit=examples, **shape)
+    held_out = None
+    if evaluate_every is not None:
+        unseen = material.features(taps, held_out=True)
+        held_out = BatchSource(lambda: open_cache(unseen), rule, **shape).once
     log = arm_folder(material, arm) / "log.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     reporter = Reporter(config.steps, jsonl=log, every=max(1, config.steps // 3))
     try:
-        trained = fit(draft, tables, source, config, reporter=reporter)
+        every = evaluate_every or config.steps
+        trained = fit(draft, tables, source, config, reporter=reporter, held_out=held_out, evaluate_every=every)
     finally:
         reporter.close()
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]

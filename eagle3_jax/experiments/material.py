@@ -89,10 +89,11 @@ class Material:
         """EAGLE-3's taps."""
         return default_taps(self.target.config.num_layers)
 
-    def features(self, taps: tuple[int, ...]) -> Path:
-        """The folder of the training text's features at these taps, made when it is missing."""
-        folder = self.out / f"features-{'-'.join(map(str, taps))}"
-        cache_features(self.target, taps, self.training, folder, self.setting.longest)
+    def features(self, taps: tuple[int, ...], held_out: bool = False) -> Path:
+        """The folder of the features of the training (or held-out) text at these taps, made when it is missing."""
+        chosen = Selection(self.held_out, 0, 0) if held_out else self.training
+        folder = self.out / f"{'held-out' if held_out else 'features'}-{'-'.join(map(str, taps))}"
+        cache_features(self.target, taps, chosen, folder, self.setting.longest)
         return folder
 
     def prompts(self) -> list[list[int]]:
