@@ -146,6 +146,3 @@ class _Example:
 def vocabulary_size(setting: Setting, target: Target) -> int:
     """U: the setting's, or the whole vocabulary."""
     return setting.draft_vocab or target.config.vocab_size
-
-
-__all__ = ["Material", "Selection", "Setting", "own_text", "vocabulary_size"]
