@@ -22,7 +22,7 @@ from eagle3_jax.drafting import Draft, grow
 from eagle3_jax.generate import bucket
 from eagle3_jax.sampling import argmax
 from eagle3_jax.target import Target
-from eagle3_jax.tree import Chain, DraftTree, Tree, root_only, select
+from eagle3_jax.tree import Chain, Tree, select
 
 PASSES = 16
 """Runs of a part inside one program."""
@@ -70,7 +70,7 @@ def phases(
     c = target.config
     fresh = [(jnp.ones((batch, nodes, c.num_kv_heads, c.head_dim), target.dtype),) * 2 for _ in range(c.num_layers)]
     seconds = {
-        "verify": _seconds(partial(_verify, target, cache, tokens, root_only(tokens[:, 0]) if shape is None else None, taps), repeats),
+        "verify": _seconds(partial(_verify, target, cache, tokens, taps), repeats),
         "commit": _seconds(partial(_commit, cache, fresh, jnp.zeros((batch, path), jnp.int32)), repeats),
         "draft": 0.0,
     }
@@ -82,11 +82,11 @@ def phases(
 
 
 @partial(jax.jit, static_argnames=("taps",))
-def _verify(target: Target, cache: Cache, tokens: jax.Array, tree: DraftTree | None, taps: tuple[int, ...]) -> jax.Array:
+def _verify(target: Target, cache: Cache, tokens: jax.Array, taps: tuple[int, ...]) -> jax.Array:
     """A pass costs the same whatever the tree's shape, so a chain stands for it."""
     B, M = tokens.shape
-    offsets = jnp.arange(M, dtype=jnp.int32)[None] if tree is None else tree.depths
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((M, M), bool)), (B, M, M)) if tree is None else tree.mask
+    offsets = jnp.arange(M, dtype=jnp.int32)[None]
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((M, M), bool)), (B, M, M))
 
     def body(_: int, tokens: jax.Array) -> jax.Array:
         out = target_model.forward(target, tokens, cache.lengths[:, None] + offsets, mask, cache, taps)

@@ -22,7 +22,6 @@ def test_every_notebook_has_parameters_and_parses() -> None:
             if cell["cell_type"] == "code":
                 compile("".join(cell["source"]), str(path), "exec")
                 assert not any(output["output_type"] == "error" for output in cell["outputs"])
-                assert cell["outputs"] or "parameters" in cell["metadata"].get("tags", []) or "setting" in "".join(cell["source"])
 
 
 def test_the_runner_shows_what_a_notebook_would(tmp_path: Path) -> None:
