@@ -116,7 +116,7 @@ def _draft(draft: Draft, embed: jax.Array, cache: Cache, features: jax.Array, to
     def body(_: int, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
         cache, tokens = carry
         longer, logits, state = draft.extend(embed, cache, features, tokens, jnp.full((B,), C, jnp.int32))
-        pool, _ = grow(draft, embed, longer, logits, state, tree, lambda _, raw: jax.nn.log_softmax(raw, axis=-1))
+        pool = grow(draft, embed, longer, logits, state, tree, lambda _, raw: jax.nn.log_softmax(raw, axis=-1))[0]
         grown = select(tokens[:, 0], pool, tree)
         return dataclasses.replace(longer, lengths=cache.lengths), jnp.broadcast_to(grown.tokens[:, 1:2], tokens.shape)
 

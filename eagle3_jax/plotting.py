@@ -98,7 +98,10 @@ def _bars(points: Sequence[Point]) -> list[list[float]]:
     """[below, above] of every point, zero where there is no interval."""
     below, above = [], []
     for y in points:
-        known = isinstance(y, Interval) and y.low is not None and y.high is not None
-        below.append(max(0.0, y.value - y.low) if known else 0.0)  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
-        above.append(max(0.0, y.high - y.value) if known else 0.0)  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
+        low = high = value = 0.0
+        if isinstance(y, Interval):
+            value = y.value
+            low, high = (value if end is None else end for end in (y.low, y.high))
+        below.append(max(0.0, value - low))
+        above.append(max(0.0, high - value))
     return [below, above]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,12 @@ def train_arm(material: Material, arm: Arm, evaluate_every: int | None = None) -
         anchors["fc"] = jnp.eye(target.config.hidden_size, dtype=draft.dtype)
     draft = fill(draft, {**{name: v.get_value() for name, v in named_variables(draft)}, **anchors})
     examples = max(1, round(arm.data * len(material.training.examples)))
-    shape = {"seed": setting.seed, "rows": config.rows, "width": config.row_tokens, "slots": config.row_slots}
-    source = BatchSource(lambda: open_cache(folder), rule, limit=examples, **shape)
+    batches = partial(BatchSource, recipe=rule, seed=setting.seed, rows=config.rows, width=config.row_tokens, slots=config.row_slots)
+    source = batches(lambda: open_cache(folder), limit=examples)
     held_out = None
     if evaluate_every is not None:
         unseen = material.features(taps, held_out=True)
-        held_out = BatchSource(lambda: open_cache(unseen), rule, **shape).once
+        held_out = batches(lambda: open_cache(unseen)).once
     log = arm_folder(material, arm) / "log.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
