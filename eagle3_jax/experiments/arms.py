@@ -29,6 +29,7 @@ from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.tree import Chain
 from eagle3_jax.ttt import Recipe, recipe
 from eagle3_jax.weights import load_draft, save_head
+from eagle3_jax.writers import JsonLines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ def train_arm(material: Material, arm: Arm, evaluate_every: int | None = None) -
     log = arm_folder(material, arm) / "log.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    reporter = Reporter(config.steps, jsonl=log, every=max(1, config.steps // 3))
+    reporter = Reporter(config.steps, writers=[JsonLines(log)], every=max(1, config.steps // 3))
     try:
         every = evaluate_every or config.steps
         trained = fit(draft, tables, source, config, reporter=reporter, held_out=held_out, evaluate_every=every)
