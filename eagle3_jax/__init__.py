@@ -22,6 +22,7 @@ One letter per dimension everywhere, in array names (`q_BTNH`), annotations and 
 from eagle3_jax.generate import NonFiniteLogitsError, Output, generate
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.scripted import ScriptedDraft
+from eagle3_jax.sharding import make_mesh
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.weights import load_draft, load_target
@@ -37,4 +38,5 @@ __all__ = [
     "load_draft",
     "load_target",
     "load_tokenizer",
+    "make_mesh",
 ]

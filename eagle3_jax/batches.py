@@ -56,12 +56,14 @@ def slot_count(recipe: Recipe, response: np.ndarray) -> int:
     return int(scored(recipe, one, np.ones_like(one), np.ones_like(one, bool)).any(0).sum())
 
 
-def make_batch(examples: Sequence[Sequence[CachedExample]], recipe: Recipe, rows: int, width: int, slots: int) -> Batch:
+def make_batch(
+    examples: Sequence[Sequence[CachedExample]], recipe: Recipe, rows: int, width: int, slots: int, like: CachedExample | None = None
+) -> Batch:
     """A batch of numpy arrays from the examples of each row; missing rows are padding. Raises ValueError when a row is too long.
 
-    Examples without features give a batch without them.
+    Examples without features give a batch without them. like: an example to tell by where all these rows are padding.
     """
-    some = next(e for row in examples for e in row)
+    some = like or next(e for row in examples for e in row)
     tokens, positions, response, segments = (np.zeros((rows, width), np.int32) for _ in range(4))
     at = np.full((rows, slots), -1, np.int32)
     known: dict[str, np.ndarray] = {}
@@ -168,9 +170,15 @@ class BatchSource:
                 raise ValueError("no example of the feature cache has a scored slot and fits into a row")
             epoch, skip, count = epoch + 1, 0, None
 
-    def build(self, rows: list[list[int]]) -> Batch:
-        """The arrays of a planned batch."""
-        return make_batch([[self._cache[i] for i in row] for row in rows], self._recipe, self._rows, self._width, self._slots)
+    def build(self, rows: list[list[int]], own: Sequence[int] | None = None) -> Batch:
+        """The arrays of a planned batch; `own` names the rows to read, None: all."""
+        numbers = range(self._rows) if own is None else own
+        chosen = [[self._cache[i] for i in rows[b]] if b < len(rows) else [] for b in numbers]
+        return make_batch(chosen, self._recipe, len(numbers), self._width, self._slots, like=self._cache[rows[0][0]])
+
+    def tokens(self, rows: list[list[int]]) -> int:
+        """Tokens of a planned batch, padding not counted."""
+        return sum(self._size(i)[0] for row in rows for i in row)
 
     def once(self) -> Iterator[Batch]:
         """Every example once, in the cache's order."""

@@ -1,7 +1,7 @@
 """The static key/value cache. It only ever receives tokens that were kept; drafted tokens live beside it until then.
 
 K is stored [B, K, H, S] and V [B, K, S, H]: the layouts in which XLA's batched products read them without a transpose.
-One pair of arrays per block, so that a `lax.while_loop` can update each in place.
+One pair of arrays per block, so that a `lax.while_loop` can update each in place. On a mesh every device holds its own rows and kv heads.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from eagle3_jax.sharding import constrain, local
+
 BlockKV = tuple[jax.Array, jax.Array]
 """K and V of one block for the tokens of one pass, each [B, R, K, H], K already rotated."""
+
+Blocks = tuple[jax.Array, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -32,8 +36,8 @@ class Cache:
 def empty_cache(num_layers: int, batch: int, num_kv_heads: int, head_dim: int, slots: int, dtype: jnp.dtype) -> Cache:
     """A cache with no valid slot."""
     return Cache(
-        k=tuple(jnp.zeros((batch, num_kv_heads, head_dim, slots), dtype) for _ in range(num_layers)),
-        v=tuple(jnp.zeros((batch, num_kv_heads, slots, head_dim), dtype) for _ in range(num_layers)),
+        k=tuple(constrain(jnp.zeros((batch, num_kv_heads, head_dim, slots), dtype), *_AXES) for _ in range(num_layers)),
+        v=tuple(constrain(jnp.zeros((batch, num_kv_heads, slots, head_dim), dtype), *_AXES) for _ in range(num_layers)),
         lengths=jnp.zeros((batch,), jnp.int32),
     )
 
@@ -54,18 +58,29 @@ def append(cache: Cache, new: list[BlockKV], rows_BC: jax.Array | None, count_B:
             k = jnp.take_along_axis(k, rows_BC[:, :, None, None], axis=1)
             v = jnp.take_along_axis(v, rows_BC[:, :, None, None], axis=1)
         k, v = jnp.where(counted, k, 0), jnp.where(counted, v, 0)
-        ks.append(_write(k_cache, k.transpose(0, 2, 3, 1), cache.lengths, axis=2))
-        vs.append(_write(v_cache, v.transpose(0, 2, 1, 3), cache.lengths, axis=1))
-    return Cache(tuple(ks), tuple(vs), cache.lengths + count_B)
+        ks.append(k.astype(k_cache.dtype).transpose(0, 2, 3, 1))
+        vs.append(v.astype(v_cache.dtype).transpose(0, 2, 1, 3))
+    write = local(_write_all, (_AXES, _AXES, _AXES, _AXES, ("rows",)), _AXES)
+    new_k, new_v = write(cache.k, cache.v, tuple(ks), tuple(vs), cache.lengths)
+    return Cache(new_k, new_v, cache.lengths + count_B)
 
+
+_AXES = ("rows", "kv_heads", None, None)
 
 UNROLLED_ROWS = 16
 """Up to this many rows, one slice update each (XLA does them in place, fastest); beyond, one scatter, whose program does not grow."""
 
 
+def _write_all(ks: Blocks, vs: Blocks, new_ks: Blocks, new_vs: Blocks, starts_B: jax.Array) -> tuple[Blocks, Blocks]:
+    """The caches of all blocks with the new slots written."""
+    return (
+        tuple(_write(k, new, starts_B, axis=2) for k, new in zip(ks, new_ks, strict=True)),
+        tuple(_write(v, new, starts_B, axis=1) for v, new in zip(vs, new_vs, strict=True)),
+    )
+
+
 def _write(buffer: jax.Array, values: jax.Array, starts_B: jax.Array, axis: int) -> jax.Array:
     """buffer[b, ..., starts[b]:starts[b]+C, ...] = values[b], `axis` counted without the batch."""
-    values = values.astype(buffer.dtype)
     zero = jnp.zeros((), starts_B.dtype)
     if buffer.shape[0] > UNROLLED_ROWS:
 

@@ -18,6 +18,7 @@ from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import append
 from eagle3_jax.drafting import Draft, ScoreRule, grow
 from eagle3_jax.sampling import Sampling, argmax, choose, position_noise, position_uniforms
+from eagle3_jax.sharding import constrain, on_mesh_of
 from eagle3_jax.target import Target
 from eagle3_jax.tree import DraftTree, Tree, root_only, select
 from eagle3_jax.verify import Decide, Rule, Walk, coupled, rejection, siblings, walk
@@ -95,9 +96,10 @@ class DecodeState:
 
 @partial(jax.jit, static_argnames=("config",))
 def run(target: Target, draft: Draft | None, request: Request, config: DecodeConfig) -> DecodeState:
-    """Prefill and every cycle until all rows are done."""
-    state = prefill(target, draft, request, config)
-    state = jax.lax.while_loop(lambda s: ~jnp.all(s.done), partial(cycle, target, draft, request, config), state)
+    """Prefill and every cycle until all rows are done, on the mesh that the target lies on, if on one."""
+    with on_mesh_of(target):
+        state = prefill(target, draft, request, config)
+        state = jax.lax.while_loop(lambda s: ~jnp.all(s.done), partial(cycle, target, draft, request, config), state)
     return state if config.keep_caches else dataclasses.replace(state, cache=None, draft_cache=None)
 
 
@@ -154,6 +156,8 @@ def cycle(target: Target, draft: Draft | None, request: Request, config: DecodeC
     noise = None
     if config.sampled:
         noise = jnp.stack([position_noise(sampling.seeds, base + 1 + i, target.config.vocab_size) for i in range(C)], axis=1)
+        # Every device makes all of it: cheaper than bringing together what the draft's ids ask for.
+        noise = constrain(noise, "rows", None, None)
 
     draft_cache, dead, levels = state.draft_cache, state.dead, []
     if draft is None or config.tree is None:
@@ -186,7 +190,7 @@ def _draft(
         rank_noise = jnp.stack([position_noise(sampling.seeds, base + 1 + i, U, stream=2) for i in range(depth)], axis=1)
     elif noise_BCV is not None and config.rule == "coupled" and config.coupled_draft:
         # Not for "siblings": it draws from what refused candidates leave, with noise that must know nothing of the candidates.
-        rank_noise = noise_BCV[:, :, ids]
+        rank_noise = constrain(noise_BCV[:, :, ids], "rows", None, "draft_vocab")
 
     levels: list[jax.Array] = []
 

@@ -14,6 +14,7 @@ from eagle3_jax.cache import BlockKV, Cache, append, empty_cache
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.params import VocabMap, param
+from eagle3_jax.sharding import constrain, lookup
 
 
 class Eagle3Draft(nnx.Module):
@@ -119,8 +120,9 @@ def finish_layer(draft: Eagle3Draft, x_BTD: jax.Array, attended_BTNH: jax.Array)
 
 
 def logits(draft: Eagle3Draft, a: jax.Array) -> jax.Array:
-    """float32 [..., U] from a [..., D]."""
-    return linear(rms_norm(a, draft.norm[...], draft.config.rms_norm_eps), draft.head[...]).astype(jnp.float32)
+    """float32 [..., U] from a [..., D]; on a mesh each device keeps its part of U."""
+    normed = rms_norm(a, draft.norm[...], draft.config.rms_norm_eps)
+    return constrain(linear(normed, draft.head[...]), "rows", *(None,) * (a.ndim - 2), "draft_vocab").astype(jnp.float32)
 
 
 def forward(
@@ -138,7 +140,8 @@ def forward(
     tokens: target ids, the token AFTER each x. x: g at real positions, a at drafted ones.
     Keys: the cache's valid slots, then `earlier` drafted pairs, then these T; mask [B, T, R] covers the last two.
     """
-    q, k, v = project_qkv(draft, embed_VD[tokens_BT].astype(draft.dtype), x_BTD, positions_BT)
+    embedded = lookup(embed_VD, tokens_BT).astype(draft.dtype)
+    q, k, v = project_qkv(draft, embedded, x_BTD, positions_BT)
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
     cached = None if cache is None else (cache.k[0], cache.v[0], cache.lengths)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.cache import Cache
+from eagle3_jax.sharding import local, shards
 from eagle3_jax.tree import Pool, Tree
 
 
@@ -68,7 +69,7 @@ def grow(
     B, W = logits_BU.shape[0], tree.width
     ids = draft.target_ids
     level_logits = [logits_BU[:, None]]
-    scores, best = _top(score(0, level_logits[0])[:, 0], W)
+    scores, best = (x[:, 0] for x in top_candidates(score(0, level_logits[0]), W))
     tokens = ids[best]
     pool_tokens, pool_scores = [tokens], [scores]
     pool_parents = [jnp.full((B, W), -1, jnp.int32)]
@@ -82,7 +83,7 @@ def grow(
         mask = jnp.concatenate([mask, own], axis=-1)
         raw, carry, earlier = draft.expand(embed_VD, cache, tokens, carry, mask, earlier)
         level_logits.append(raw)
-        child_scores, best = _top(score(level, raw), W)
+        child_scores, best = top_candidates(score(level, raw), W)
         child_scores = (scores[:, :, None] + child_scores).reshape(B, W * W)
         child_tokens = ids[best].reshape(B, W * W)
         pool_tokens.append(child_tokens)
@@ -98,6 +99,25 @@ def grow(
         mask = jnp.take_along_axis(mask, parent[:, :, None], axis=1)
         base += W * W
     return Pool(jnp.concatenate(pool_tokens, 1), jnp.concatenate(pool_scores, 1), jnp.concatenate(pool_parents, 1)), level_logits
+
+
+def top_candidates(scores_BWU: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` best of the draft vocabulary and their draft ids, both [B, W, count], the lowest id first on ties.
+
+    On a mesh every device ranks its own part of the vocabulary; only the parts' winners are brought together.
+    """
+    parts = shards("draft_vocab", scores_BWU.shape[-1])
+    if parts == 1:
+        return _top(scores_BWU, count)
+
+    def rank(own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = _top(own, min(count, own.shape[-1]))
+        ids = ids + jax.lax.axis_index("tensor").astype(jnp.int32) * own.shape[-1]
+        values, ids = (jax.lax.all_gather(x, "tensor", axis=2, tiled=True) for x in (values, ids))
+        best, at = _top(values, count)
+        return best, jnp.take_along_axis(ids, at, axis=2)
+
+    return local(rank, [("rows", None, "draft_vocab")], ("rows", None, None))(scores_BWU)
 
 
 def _top(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax import target as target_model
+from eagle3_jax.sharding import constrain
 from eagle3_jax.target import Target
 from eagle3_jax.ttt import Batch
 
@@ -27,9 +28,12 @@ def observe(target: Target, taps: tuple[int, ...], batch: Batch, attention: str 
     chunk = min(chunk, C)
     padded_BC = jnp.pad(at_BC, ((0, 0), (0, -C % chunk)), constant_values=T)
 
+    # On a mesh the loop is to find the head whole but for its vocabulary, not to gather it in every round.
+    head = constrain(target_model.output_head(target), None, "vocab")
+
     def best(at_Bc: jax.Array) -> jax.Array:
         rows = jnp.take_along_axis(out.hidden, jnp.minimum(at_Bc, T - 1)[:, :, None], axis=1)
-        return target_model.best_token(target, rows)
+        return target_model.best_token(target, rows, head)
 
     chosen = jax.lax.map(best, padded_BC.reshape(B, -1, chunk).transpose(1, 0, 2)).transpose(1, 0, 2).reshape(B, -1)
     row = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], padded_BC.shape)

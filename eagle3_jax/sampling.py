@@ -14,6 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from eagle3_jax.sharding import constrain
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def position_noise(seeds_B2: jax.Array, positions_B: jax.Array, vocab_size: int,
     def one(seed: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.gumbel(_key(seed, position, stream), (vocab_size,), jnp.float32, mode="low")
 
-    return jax.vmap(one)(seeds_B2, positions_B)
+    return constrain(jax.vmap(one)(seeds_B2, positions_B), "rows", None)
 
 
 def position_uniforms(seeds_B2: jax.Array, positions_B: jax.Array, count: int, stream: int) -> jax.Array:

@@ -13,6 +13,7 @@ from eagle3_jax.cache import BlockKV, Cache, empty_cache
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.params import param
+from eagle3_jax.sharding import constrain, lookup
 
 
 class TargetBlock(nnx.Module):
@@ -93,7 +94,7 @@ def forward(
     c = target.config
     if mask_BTT is None and cache is not None:
         raise ValueError("a pass over a cache needs a mask")
-    x = target.embed[...][tokens_BT]
+    x = lookup(target.embed[...], tokens_BT)
     B, T, _ = x.shape
     cos_sin = rotary(positions_BT, c.rope, c.head_dim)
     features: dict[int, jax.Array] = {}
@@ -122,15 +123,20 @@ def forward(
     return TargetOutput(hidden, tapped, kv)
 
 
-def logits(target: Target, hidden: jax.Array) -> jax.Array:
-    """float32 [..., V] from the normed hidden states [..., D]."""
-    weight = target.embed[...].T if target.config.tie_embeddings else target.head[...]
-    return linear(hidden, weight).astype(jnp.float32)
+def output_head(target: Target) -> jax.Array:
+    """[D, V]."""
+    return target.embed[...].T if target.config.tie_embeddings else target.head[...]
 
 
-def best_token(target: Target, hidden: jax.Array) -> jax.Array:
+def logits(target: Target, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    """float32 [..., V] from the normed hidden states [..., D]; on a mesh each device keeps its part of V. head: None is the target's."""
+    weight = output_head(target) if head is None else head
+    return constrain(linear(hidden, weight), "rows", *(None,) * (hidden.ndim - 2), "vocab").astype(jnp.float32)
+
+
+def best_token(target: Target, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """int32 [...]: the argmax over the full vocabulary of the normed hidden states [..., D], ties to the lowest id."""
-    scores = logits(target, hidden)
+    scores = logits(target, hidden, head)
     # Two plain reductions: XLA's own argmax is several times slower on the CPU.
     ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     return jnp.min(jnp.where(scores == jnp.max(scores, axis=-1, keepdims=True), ids, scores.shape[-1]), axis=-1)

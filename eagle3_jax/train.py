@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from eagle3_jax import vocab
@@ -19,13 +21,16 @@ from eagle3_jax.batches import BatchSource, TokenExamples
 from eagle3_jax.checkpoint import CheckpointError, Checkpoints
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.data import Report, encode_all, load_prepared, order, read_records
+from eagle3_jax.distributed import is_first, wait_for_all
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.features import Selection, identity, open_cache, select, write_cache
 from eagle3_jax.fit import fit
 from eagle3_jax.flops import peak_flops, step_flops
 from eagle3_jax.generate import generate
 from eagle3_jax.params import initialize
+from eagle3_jax.placing import check_rows
 from eagle3_jax.reporting import Reporter
+from eagle3_jax.sharding import place
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.trainer import TrainConfig
@@ -78,39 +83,50 @@ class TrainJob:
             raise ValueError("decoding held-out prompts needs some: hold_out is 0")
 
 
-def train(job: TrainJob, config: TrainConfig) -> Path:
+def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     """Encodes, caches the target's features, trains, exports; returns the head's folder.
 
-    Every stage that an earlier run of the same job finished is taken over. Raises ValueError or OSError with a message for the user.
+    Every stage that an earlier run of the same job finished is taken over. mesh: what the steps run on; with several processes each calls
+    this, and `job.out` is a folder that all of them see. Raises ValueError or OSError with a message for the user.
     """
     out = Path(job.out)
+    check_rows(config.rows, mesh)
+    if jax.process_count() > 1 and (mesh is None or job.decode_every):
+        raise ValueError("a run of several processes needs a mesh over them all, and cannot decode held-out prompts (decode_every)")
     checkpoints_at = out / "checkpoints"
     if not job.resume and checkpoints_at.is_dir() and any(checkpoints_at.iterdir()):
         raise CheckpointError(f"{checkpoints_at}: holds a run already; continue it with --resume, or name another --out")
-    target = load_target(job.target, dtype=config.compute)
+    # Where it is to be dealt out over devices, no single one may have to hold it first.
+    with contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0]):
+        target = load_target(job.target, dtype=config.compute)
     draft_config = DraftConfig.for_target(target.config, job.draft_vocab, job.taps)
     training, held_out = select_examples(job, config)
     kept = draft_vocabulary(training, target.config.vocab_size, job.draft_vocab)
+    draft, frozen = fresh_draft(draft_config, kept, config.seed), frozen_tables(target, kept)
+    if job.start == "target-head":
+        start_from_target(draft, target, frozen)
+    features = identity(target, draft_config.taps, training, job.max_tokens)
+    alone = jax.process_count() == 1
+    if alone or config.online:
+        target = place(target, mesh)
     sources: dict[str, BatchSource] = {}
     for name, chosen in {"features": training, "held_out": held_out}.items():
         if not chosen.examples:
             continue
         if config.online:
             tqdm.write(f"{name}: {chosen.report()}; the target runs within each step")
-        else:
+        elif is_first():
             cache_features(target, draft_config.taps, chosen, out / name, job.max_tokens)
+        wait_for_all(name)
         sources[name] = batch_source(TokenExamples(chosen) if config.online else out / name, config)
         if left_out := sources[name].left_out:
             tqdm.write(f"{name}: {left_out} examples are left out, with more scored tokens than the {config.row_slots} of a row")
-    draft, frozen = fresh_draft(draft_config, kept, config.seed), frozen_tables(target, kept)
-    if job.start == "target-head":
-        start_from_target(draft, target, frozen)
     about = {
         "train": dataclasses.asdict(config),
         "draft": dataclasses.asdict(draft_config),
         "start": job.start,
         "vocabulary": hashlib.sha256(kept.tobytes()).hexdigest(),
-        "features": identity(target, draft_config.taps, training, job.max_tokens),
+        "features": features,
     }
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(checkpoints_at, about, job.keep, say=tqdm.write)
@@ -119,7 +135,7 @@ def train(job: TrainJob, config: TrainConfig) -> Path:
     reporter = Reporter(
         config.steps,
         checkpoints.latest or 0,
-        writers=open_writers(job, about, checkpoints.latest or 0),
+        writers=open_writers(job, about, checkpoints.latest or 0) if is_first() else [],
         flops=step_flops(draft_config, config, target.config if config.online else None).total,
         peak=peak_flops(config.compute),
     )
@@ -138,11 +154,15 @@ def train(job: TrainJob, config: TrainConfig) -> Path:
             decode=decoder(target, held_out, job) if job.decode_every else None,
             decode_every=job.decode_every or config.steps,
             resume=job.resume,
+            mesh=mesh,
         )
     finally:
         reporter.close()
         checkpoints.close()
-    return save_head(trained, out / "head", overwrite=True)
+    if is_first():
+        save_head(trained, out / "head", overwrite=True)
+    wait_for_all("head")
+    return out / "head"
 
 
 def open_writers(job: TrainJob, about: dict[str, Any], resume_at: int) -> list[Writer]:

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from eagle3_jax.attention import IMPLEMENTATIONS
+from eagle3_jax.by_rows import Dealt, gradient_by_rows, sum_by_rows
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.online import observe
 from eagle3_jax.params import fill, named_variables
+from eagle3_jax.sharding import constrain, lookup, module_specs, named_specs, on_mesh, on_mesh_of, partition, pin
 from eagle3_jax.target import Target
 from eagle3_jax.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, divisors, scored, ttt_loss
 
@@ -163,20 +166,69 @@ def loss_and_gradient(
     parts, J, B, T = masks.shape
     global_divisors = divisors(config.recipe, masks.transpose(1, 0, 2, 3).reshape(J, parts * B, T))
 
-    def loss(params: Params, part: Batch) -> tuple[jax.Array, Metrics]:
-        draft = join(draft_config, in_type(params, config.compute), fixed.variables)
-        return ttt_loss(draft, fixed.frozen, part, config.recipe, global_divisors, remat=config.remat)
+    loss = partial(_loss, draft_config, config.recipe, config.remat)
 
     def gradient(part: Batch) -> tuple[jax.Array, Metrics, Params]:
-        (total, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, complete(draft_config, fixed, part, config.attention))
-        return total, metrics, grads
+        part = complete(draft_config, fixed, part, config.attention)
+        known = Known(fixed.frozen, fixed.variables, global_divisors)
+        if not on_mesh():
+            own = jax.value_and_grad(lambda params: loss(in_type(params, config.compute), known, part), has_aux=True)
+            (total, metrics), grads = own(params)
+            return total, metrics, grads
+        dealt = _deal_out(draft_config, known, part)
+        return pinned(gradient_by_rows(partial(_own_rows, loss), params, dealt, config.compute), draft_config)
 
     first = jax.tree.map(lambda x: x[0], batch)
     if parts == 1:
         return gradient(first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
+    zeros = pinned(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first)), draft_config)
     summed, _ = jax.lax.scan(lambda carry, part: (jax.tree.map(jnp.add, carry, gradient(part)), None), zeros, batch)
     return summed
+
+
+class Known(NamedTuple):
+    """What the loss of a part reads: tables, untrained variables, and what each step's sum is divided by, [J]."""
+
+    frozen: Frozen
+    variables: dict[str, jax.Array]
+    divisors: jax.Array
+
+
+def _loss(draft_config: DraftConfig, recipe: Recipe, remat: bool, params: Params, known: Known, part: Batch) -> tuple[jax.Array, Metrics]:
+    return ttt_loss(join(draft_config, params, known.variables), known.frozen, part, recipe, known.divisors, remat=remat)
+
+
+def pinned(tree: Any, draft_config: DraftConfig) -> Any:
+    """On a mesh: every array that belongs to a parameter where the parameter lies, all others whole everywhere."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tree if mesh.empty else pin(tree, named_specs(tree, module_specs(Eagle3Draft(draft_config), mesh)))
+
+
+def _deal_out(draft_config: DraftConfig, known: Known, part: Batch) -> Dealt:
+    """The loss's arguments for each device's own rows: embeddings are looked up here, where the table is split over the devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    embed, head = known.frozen.embed, known.frozen.teacher_head
+    specs = module_specs(Eagle3Draft(draft_config), mesh)
+    # The embedding of token 0, which stands behind the end of every document, is the table's only row that every device needs.
+    fixed = (head, known.variables, known.divisors, constrain(embed[:1], None, None))
+    fixed_specs = (
+        partition(mesh, head.shape, ("embed", "draft_vocab")),
+        named_specs(known.variables, specs),
+        PartitionSpec(),
+        PartitionSpec(),
+    )
+    rows = (part, lookup(embed, part.tokens))
+    return Dealt(specs, fixed, fixed_specs, rows)
+
+
+def _own_rows(loss: Any, params: Params, fixed: Any, rows: tuple[Batch, jax.Array]) -> tuple[jax.Array, Metrics]:
+    """`_loss` with a table of the rows' own embeddings in place of the target's, and tokens that count through it."""
+    head, variables, own_divisors, first = fixed
+    part, embedded_BTD = rows
+    B, T, D = embedded_BTD.shape
+    table = jnp.concatenate([first, embedded_BTD.reshape(B * T, D)])
+    tokens = 1 + jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
+    return loss(params, Known(Frozen(table, head), variables, own_divisors), dataclasses.replace(part, tokens=tokens))
 
 
 def in_type(params: Params, dtype: str) -> Params:
@@ -193,20 +245,30 @@ def complete(draft_config: DraftConfig, fixed: Fixed, batch: Batch, attention: s
 def train_step(
     draft_config: DraftConfig, config: TrainConfig, state: TrainState, fixed: Fixed, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
-    """One update. `state` is donated: use only the returned one."""
-    total, metrics, grads = loss_and_gradient(draft_config, config, state.params, fixed, batch)
-    # Optax mixes types and ranks (decay ** count); a caller's strict promotion rules are for this library's own code.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        updates, opt_state = make_optimizer(config).update(grads, state.opt_state, state.params)
-        params = cast(Params, optax.apply_updates(state.params, updates))
-    norm, rate = optax.tree.norm(grads), config.learning_rate(state.step)
-    return TrainState(params, opt_state, state.step + 1), StepMetrics(total, metrics, norm, rate)
+    """One update, on the mesh that the state lies on, if on one. `state` is donated: use only the returned one."""
+    with on_mesh_of(state):
+        total, metrics, grads = loss_and_gradient(draft_config, config, state.params, fixed, batch)
+        # Optax mixes types and ranks (decay ** count); a caller's strict promotion rules are for this library's own code.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, opt_state = make_optimizer(config).update(grads, state.opt_state, state.params)
+            params = cast(Params, optax.apply_updates(state.params, updates))
+        norm, rate = optax.tree.norm(grads), config.learning_rate(state.step)
+        new = TrainState(params, opt_state, state.step + 1), StepMetrics(total, metrics, norm, rate)
+        return pinned(new, draft_config)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def eval_step(draft_config: DraftConfig, recipe: Recipe, params: Params, fixed: Fixed, batch: Batch) -> Metrics:
     """Metrics of one batch (arrays without the micro-batch axis)."""
-    return ttt_loss(join(draft_config, params, fixed.variables), fixed.frozen, complete(draft_config, fixed, batch), recipe)[1]
+    with on_mesh_of(params):
+        batch = complete(draft_config, fixed, batch)
+        scored_JBT = scored(recipe, batch.response, batch.segments, batch.valid)
+        known = Known(fixed.frozen, fixed.variables, divisors(recipe, scored_JBT))
+        loss = partial(_loss, draft_config, recipe, False)
+        if not on_mesh():
+            return loss(params, known, batch)[1]
+        dealt = _deal_out(draft_config, known, batch)
+        return pinned(sum_by_rows(partial(_own_rows, loss), params, dealt, "float32")[1], draft_config)
 
 
 class Evaluation(NamedTuple):

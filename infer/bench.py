@@ -26,13 +26,20 @@ from eagle3_jax.commands import (
     tree_argument,
     use_compilation_cache,
 )
+from eagle3_jax.config import DraftConfig
 from eagle3_jax.prompt_sets import PAPER_SETS, read_sets
+from eagle3_jax.shapes import SHAPES, target_shape
+from eagle3_jax.sharding import named_mesh, parse_mesh
+from eagle3_jax.topology import topology_devices
+from eagle3_jax.tree import Chain
+from eagle3_jax.tree_names import tree_name
 
 PROG = "eagle3-bench"
 EXAMPLES = """examples:
   eagle3-bench mt_bench.jsonl --limit 20 --trees chain:2 chain:3 tree:8,3,3
   eagle3-bench prompts/ --limit 20 --temperature 0 1 --trees chain:8 tree:60,8,10 --figures figures --out bench.json
   eagle3-bench mt_bench.jsonl --limit 8 --phases --bursts 2 --batches 1 2 4 8 16 32 64 --figures figures
+  eagle3-bench --plan v5e:4x4 --target llama-3.1-8b --trees chain:3 tree:60,8,10 --batch 8 --context 8192 --libtpu ./libtpu
 
 figures (compilation is in none of them but its own):
   acceptance length   tokens kept per target pass (tau), with a 95 % interval over prompts
@@ -53,7 +60,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog=PROG, description=__doc__, epilog=EXAMPLES, formatter_class=Formatter)
     parser.add_argument(
         "sets",
-        nargs="+",
+        nargs="*",
         metavar="SET",
         help="prompts: a file (JSONL, JSON or Parquet with prompt, turns (the first), messages or prompt_ids), a folder of files, "
         f"hf:OWNER/NAME, one of the paper's sets ({', '.join(PAPER_SETS)}) from the hub, or paper for all five",
@@ -73,6 +80,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE.json", default="bench.json", help="all figures and all answers; written anew after each set")
     parser.add_argument("--figures", metavar="FOLDER", type=Path, help="PNGs of the figures; needs matplotlib")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run that had the same arguments and --out")
+    sizing = parser.add_argument_group("sizing a pod")
+    sizing.add_argument(
+        "--plan",
+        metavar="TOPOLOGY",
+        help="instead of decoding, compile one cycle of each tree for TPUs such as v5e:4x4 or v5p:4x4x4, which need not be there, and "
+        f"show its memory and traffic; --target is then {', '.join(SHAPES)}, or a folder with a config.json; bfloat16; no SET",
+    )
+    sizing.add_argument("--mesh", metavar="AXES", help="such as data=2,tensor=8; unset: tensor as far as the key/value heads go, then data")
+    sizing.add_argument("--context", type=positive, default=8192, metavar="N", help="cache slots per row")
+    sizing.add_argument("--draft-vocab", type=positive, default=32000, metavar="N", help="tokens the head can propose")
+    sizing.add_argument("--libtpu", metavar="FOLDER", help="where pip install --target FOLDER libtpu put it; unset: installed beside JAX")
     add_model_options(parser)
     add_sampling_options(parser, max_new_tokens=64)
     args = parser.parse_args(argv)
@@ -81,6 +99,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.plan is not None:
+        plan_pod(args)
+        return
+    if not args.sets:
+        raise ValueError("no SET of prompts given")
     check_writable(args.out, ".json")
     sets = read_sets(args.sets, args.limit)
     if not args.no_compilation_cache:
@@ -107,6 +130,26 @@ def main(args: argparse.Namespace) -> None:
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+def plan_pod(args: argparse.Namespace) -> None:
+    """The table of every tree's cycle on the topology, a line as soon as it is known."""
+    from eagle3_jax.tpu_plan import decoding_plan, decoding_shape, plan_table
+
+    target = target_shape(args.target)
+    draft = None if args.draft == "none" else DraftConfig.for_target(target, args.draft_vocab)
+    devices, chip = topology_devices(args.plan, args.libtpu)
+    axes = parse_mesh(args.mesh) if args.mesh else decoding_shape(target, len(devices))
+    mesh = named_mesh(axes, devices)
+    plans = []
+    for number, tree in enumerate(args.trees if draft is not None else [None]):
+        if draft is not None and tree is None:
+            raise ValueError("--trees: name the trees to plan for, such as chain:3 tree:60,8,10")
+        shape = tree.tree if isinstance(tree, Chain) else tree
+        name = f"{'plain' if shape is None else tree_name(tree)}, batch {args.batch}, context {args.context}"
+        sampled = any(heat > 0 for heat in args.temperature)
+        plans.append(decoding_plan(target, draft, shape, args.batch, args.context, mesh, chip, sampled, name))
+        print("\n".join(plan_table(plans).splitlines()[-1:] if number else plan_table(plans).splitlines()), flush=True)
 
 
 def arguments(args: argparse.Namespace) -> dict[str, Any]:

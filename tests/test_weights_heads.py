@@ -435,5 +435,5 @@ def test_a_built_in_head_that_is_not_installed_is_a_clear_error(monkeypatch: pyt
     assert load_draft("smollm2-135m", TARGET).config.taps == (2, 4, 5)
     with pytest.raises(ConfigError, match="number of blocks is 8; the given target's is 9"):
         load_draft("smollm2-135m", dataclasses.replace(TARGET, num_layers=9))
-    with pytest.raises(WeightsError, match="mesh"):
+    with pytest.raises(ValueError, match="mesh: expected one with the axes data, fsdp, tensor"):
         load_draft("smollm2-135m", TARGET, mesh="any")  # pyright: ignore[reportArgumentType]

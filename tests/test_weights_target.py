@@ -258,7 +258,7 @@ def test_stop_ids_are_the_union(config_eos: Any, generation_eos: Any, tokenizer:
 
 def test_arguments_that_are_refused(tmp_path: Path):
     folder = folder_of(tmp_path)
-    with pytest.raises(WeightsError, match="mesh"):
+    with pytest.raises(ValueError, match="mesh: expected one with the axes data, fsdp, tensor"):
         load_target(folder, mesh="any mesh")  # pyright: ignore[reportArgumentType]
     for dtype in ("float64", "float16", "int8"):
         with pytest.raises(WeightsError, match=f"dtype '{dtype}'"):

@@ -34,8 +34,8 @@ def tiny_target(seed=0, max_position=256, **changes):
     return fill(target, values)
 
 
-def tiny_draft(target, seed=1, **changes):
-    config = DraftConfig.for_target(target.config, DRAFT_VOCAB, **changes)
+def tiny_draft(target, seed=1, draft_vocab_size=DRAFT_VOCAB, **changes):
+    config = DraftConfig.for_target(target.config, draft_vocab_size, **changes)
     draft = initialize(Eagle3Draft(config), jax.random.key(seed))
     values = {name: variable.get_value() for name, variable in named_variables(draft)}
     kept = np.sort(np.random.default_rng(seed).permutation(target.config.vocab_size)[: config.draft_vocab_size])

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import jax
 
 from eagle3_jax.attention import IMPLEMENTATIONS
 from eagle3_jax.commands import Formatter, Parser, positive, run_command, tree_argument, use_compilation_cache
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.distributed import is_first, join_processes
 from eagle3_jax.losses import ROW_LOSSES
+from eagle3_jax.shapes import SHAPES, target_shape
+from eagle3_jax.sharding import make_mesh, named_mesh, parse_mesh, row_shards
+from eagle3_jax.topology import topology_devices
 from eagle3_jax.train import STARTS, TrainJob, train
 from eagle3_jax.trainer import COMPUTE_TYPES, OPTIMIZERS, SCHEDULES, TrainConfig
 from eagle3_jax.tree_names import SYNTAX
@@ -22,17 +28,17 @@ EXAMPLES = """examples:
   eagle3-train --target smollm2-135m --data responses.jsonl.gz --out run --steps 1500 --resume
   eagle3-train --target ./Llama-3.1-8B-Instruct --data prepared --out run --draft-vocab 32000 --row-tokens 2048 --row-slots 1536 \\
       --max-tokens 2048 --recipe official --peak-lr 5e-5 --clip 0.5
+  eagle3-train --target ./Llama-3.1-8B-Instruct --data prepared --out run --online --mesh fsdp=16 --distributed
+  eagle3-train --plan v5e:4x4 --target llama-3.1-8b --online --draft-vocab 32000 --row-tokens 2048 --row-slots 2048 --libtpu ./libtpu
 """
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog=PROG, description=__doc__, epilog=EXAMPLES, formatter_class=Formatter)
     job, default = parser.add_argument_group("what"), TrainConfig()
-    job.add_argument("--target", required=True, help="the target: folder, hub id, .gguf file, or built-in name")
-    job.add_argument(
-        "--data", required=True, help="conversations (JSONL, plain or gzip; Parquet), or a folder written by eagle3-data prepare"
-    )
-    job.add_argument("--out", required=True, help="folder of the run: features, checkpoints, log.jsonl, and the result in head/")
+    job.add_argument("--target", help="the target: folder, hub id, .gguf file, or built-in name")
+    job.add_argument("--data", help="conversations (JSONL, plain or gzip; Parquet), or a folder written by eagle3-data prepare")
+    job.add_argument("--out", help="folder of the run: features, checkpoints, log.jsonl, and the result in head/")
     job.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     job.add_argument(
         "--draft-vocab", type=positive, default=TrainJob.draft_vocab, help="tokens the head can propose, the most frequent of the answers"
@@ -56,7 +62,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     recipes.add_argument("--decay", type=float, help="factor from one unrolled step's loss to the next; unset: the recipe's")
     how = parser.add_argument_group("optimization")
     how.add_argument("--steps", type=positive, default=default.steps, help="optimizer updates")
-    how.add_argument("--rows", type=positive, default=default.rows, help="packed rows per micro-batch")
+    how.add_argument(
+        "--rows", type=positive, help=f"packed rows per micro-batch, over all devices; unset: {default.rows}, on a mesh one per data x fsdp"
+    )
     how.add_argument("--row-tokens", type=positive, default=default.row_tokens, help="tokens per packed row")
     how.add_argument("--row-slots", type=positive, default=default.row_slots, help="scored tokens per packed row")
     how.add_argument("--accumulate", type=positive, default=default.accumulate, help="micro-batches per update")
@@ -88,6 +96,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="the target's causal pass of an online step: XLA, or a library's kernel for the GPU or TPU at hand",
     )
     step.add_argument("--remat", action="store_true", help="recompute the head's layer in the backward pass: less memory, more work")
+    devices = parser.add_argument_group("several devices")
+    devices.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="such as data=2,fsdp=4 (their product: all devices): data and fsdp split the rows, fsdp the parameters too, tensor the heads, "
+        "feed-forward width and vocabulary; unset: one device, with --distributed data over all",
+    )
+    devices.add_argument("--distributed", action="store_true", help="this is one of several processes; a TPU pod and SLURM say which")
+    devices.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where nothing else says so")
+    devices.add_argument("--processes", type=positive, metavar="N", help="how many processes there are")
+    devices.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    devices.add_argument(
+        "--plan",
+        metavar="TOPOLOGY",
+        help="instead of training, compile the step for TPUs such as v5e:4x4 or v5p:4x4x4, which need not be there, and show its memory, "
+        f"products and traffic; --target is then {', '.join(SHAPES)}, or a folder with a config.json",
+    )
+    devices.add_argument("--libtpu", metavar="FOLDER", help="where pip install --target FOLDER libtpu put it; unset: installed beside JAX")
     watch = parser.add_argument_group("checkpoints and measuring")
     watch.add_argument("--checkpoint-every", type=positive, default=TrainJob.checkpoint_every, help="updates between checkpoints")
     watch.add_argument(
@@ -113,9 +139,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.plan is not None:
+        plan(args)
+        return
+    missing = [f"--{name}" for name in ("target", "data", "out") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: needed")
+    if args.distributed:
+        join_processes(args.coordinator, args.processes, args.process)
+        if not is_first():
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # one process reports
     if not args.no_compilation_cache:
         use_compilation_cache()
-    changes = {key: value for key, value in (("steps", args.ttt_steps), ("decay", args.decay), ("loss", args.loss)) if value is not None}
+    mesh = named_mesh(parse_mesh(args.mesh)) if args.mesh else make_mesh(data=jax.device_count()) if args.distributed else None
+    backend = "bfloat16" if jax.default_backend() != "cpu" else "float32"
     job = TrainJob(
         target=args.target,
         data=args.data,
@@ -137,13 +174,31 @@ def main(args: argparse.Namespace) -> None:
         tensorboard=args.tensorboard,
         wandb=args.wandb,
     )
-    compute = args.compute_dtype
-    if compute == "auto":
-        compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    config = TrainConfig(
+    print(f"head written to {train(job, train_config(args, row_shards(mesh), backend), mesh)}")
+
+
+def plan(args: argparse.Namespace) -> None:
+    """The step of these options on the topology: its memory, products and traffic."""
+    from eagle3_jax.tpu_plan import plan_table, training_plan, training_shape
+
+    target = target_shape(args.target or "llama-3.1-8b")
+    draft = DraftConfig.for_target(target, args.draft_vocab, tuple(args.taps) if args.taps else None)
+    devices, chip = topology_devices(args.plan, args.libtpu)
+    mesh = named_mesh(parse_mesh(args.mesh) if args.mesh else training_shape(len(devices)), devices)
+    config = train_config(args, row_shards(mesh), "bfloat16")
+    name = f"{'online' if config.online else 'offline'} step, {config.rows * config.accumulate} x {config.row_tokens} tokens, {args.plan}"
+    result = training_plan(target, draft, config, mesh, chip, name)
+    print(plan_table([result]))
+    print(f"\ncompiled in {result.compile_seconds:.0f} s; TFLOP and collectives are of one update; bytes are those of one device's arrays")
+
+
+def train_config(args: argparse.Namespace, row_parts: int, accelerated: str) -> TrainConfig:
+    """The options that decide what training computes. accelerated: the compute type that "auto" means."""
+    changes = {key: value for key, value in (("steps", args.ttt_steps), ("decay", args.decay), ("loss", args.loss)) if value is not None}
+    return TrainConfig(
         recipe=recipe(args.recipe, **changes),
         steps=args.steps,
-        rows=args.rows,
+        rows=args.rows or (row_parts if row_parts > 1 else TrainConfig.rows),
         row_tokens=args.row_tokens,
         row_slots=args.row_slots,
         accumulate=args.accumulate,
@@ -156,12 +211,11 @@ def main(args: argparse.Namespace) -> None:
         weight_decay=args.weight_decay,
         seed=args.seed,
         schedule=args.schedule,
-        compute=compute,
+        compute=accelerated if args.compute_dtype == "auto" else args.compute_dtype,
         online=args.online,
         attention=args.attention,
         remat=args.remat,
     )
-    print(f"head written to {train(job, config)}")
 
 
 if __name__ == "__main__":

