@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from eagle3_jax.data.order import order
+from eagle3_jax.data.packing import fill_rows, pack
 from eagle3_jax.features import CachedExample, Selection
-from eagle3_jax.packing import lay_out, pack
 from eagle3_jax.ttt import Batch, Recipe, scored
 
 
@@ -64,7 +64,7 @@ def make_batch(
     Examples without features give a batch without them. like: an example to tell by where all these rows are padding.
     """
     some = like or next(e for row in examples for e in row)
-    tokens, positions, response, segments = (np.zeros((rows, width), np.int32) for _ in range(4))
+    packed = fill_rows(examples, width, rows)
     at = np.full((rows, slots), -1, np.int32)
     known: dict[str, np.ndarray] = {}
     for name in ("features", "hidden", "argmax"):
@@ -72,19 +72,17 @@ def make_batch(
         if value is not None:
             known[name] = np.full((rows, width, *value.shape[1:]), -1 if name == "argmax" else 0, value.dtype)
     for b, row in enumerate(examples):
-        segments[b], positions[b], places = lay_out([len(e.ids) for e in row], width)
-        for example, place in zip(row, places, strict=True):
-            tokens[b, place], response[b, place] = example.ids, example.response
+        for example, place in zip(row, packed.places[b], strict=True):
             for name, into in known.items():
                 into[b, place] = getattr(example, name)
-    valid = segments > 0
-    for b, wanted in enumerate(scored(recipe, response, segments, valid).any(0)):
+    valid = packed.segments > 0
+    for b, wanted in enumerate(scored(recipe, packed.response, packed.segments, valid).any(0)):
         index = np.flatnonzero(wanted)
         if len(index) > slots:
             raise ValueError(f"row {b} has {len(index)} scored slots, more than {slots}")
         at[b, slots - len(index) :] = index
     features, hidden, argmax = (known.get(name) for name in ("features", "hidden", "argmax"))
-    return Batch(tokens, positions, features, hidden, argmax, response, segments, valid, at)  # type: ignore[arg-type]
+    return Batch(packed.ids, packed.positions, features, hidden, argmax, packed.response, packed.segments, valid, at)  # type: ignore[arg-type]
 
 
 class BatchSource:

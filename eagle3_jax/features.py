@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from eagle3_jax import target as target_model
+from eagle3_jax.data.packing import TokenExample
 from eagle3_jax.params import named_variables
 
 FORMAT = 1
@@ -33,15 +34,6 @@ _ARRAYS = ("ids", "response", "argmax", "features", "hidden")
 
 class CacheError(ValueError):
     """A feature cache that cannot be used; the message names the folder and what differs."""
-
-
-class TokenExample(Protocol):
-    """One conversation as ids int32 [n]; response[t] is 0 for prompt and template, r when token t belongs to the r-th answer."""
-
-    @property
-    def ids(self) -> np.ndarray: ...
-    @property
-    def response(self) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,9 @@ def load_script(name: str, folder: str = "infer") -> ModuleType:
 def run_script(module: ModuleType, *argv: str) -> int:
     """What the command line would do, in this process; the exit code."""
     try:
-        return run_command(module.PROG, module.main, module.parse([*argv, "--no-compilation-cache"]))
+        args = module.parse(list(argv))
+        args.no_compilation_cache = True
+        return run_command(module.PROG, module.main, args)
     except SystemExit as done:
         return int(done.code or 0)
 

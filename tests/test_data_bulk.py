@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 from chat_tokenizers import FAMILIES, TWO_TURNS_RECORD, chatml
+from command_scripts import load_script, run_script
 
 from eagle3_jax import data
 from eagle3_jax.data import DataError, Report, encode_all, load_prepared, mark_responses, save_prepared
 from eagle3_jax.vocab import load_vocab
-
-COMMAND = Path(__file__).parent.parent / "train" / "data.py"
 
 
 def ask(question: str, answer: str) -> dict:
@@ -139,14 +137,10 @@ def test_damaged_prepared_data_is_named(tmp_path):
 
 @pytest.fixture
 def command(monkeypatch):
-    """`main` of eagle3-data, with small tokenizers in the place of the ones it would load."""
-    spec = importlib.util.spec_from_file_location("eagle3_data", COMMAND)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """eagle3-data in this process, with small tokenizers in the place of the ones it would load."""
+    module = load_script("data", "train")
     monkeypatch.setattr("eagle3_jax.data.pipeline.load_tokenizer", lambda name: FAMILIES[name]())
-    return module.main
+    return partial(run_script, module)
 
 
 def test_command(command, tmp_path, capsys):
@@ -154,26 +148,26 @@ def test_command(command, tmp_path, capsys):
     source.write_text("\n".join(json.dumps(value) for value in (ask("hello", "yes"), TWO_TURNS_RECORD)) + "\nbroken\n")
     out, vocab = tmp_path / "out" / "set", tmp_path / "vocab.json"
     arguments = ["prepare", str(source), "--tokenizer", "chatml", "--out", str(out)]
-    assert command(arguments) == 1
+    assert command(*arguments) == 2
     assert "chats.jsonl:3: not valid JSON" in capsys.readouterr().err
     assert not out.exists()
-    assert command([*arguments, "--skip-bad-lines", "--show", "1"]) == 0
+    assert command(*arguments, "--skip-bad-lines", "--show", "1") == 0
     shown = capsys.readouterr().out
     assert "2: 2 kept, 0 dropped" in shown
     assert "1 skipped; first:" in shown
     assert shown.count("--- example") == 1
     assert "⟦yes<|im_end|>⟧" in shown
-    assert command([*arguments, "--skip-bad-lines"]) == 1
+    assert command(*arguments, "--skip-bad-lines") == 2
     assert "exists" in capsys.readouterr().err
     assert load_prepared(out).about["report"]["bad_lines"] == 1
 
-    assert command(["vocab", str(out), "--size", "12", "--out", str(vocab)]) == 0
+    assert command("vocab", str(out), "--size", "12", "--out", str(vocab)) == 0
     assert "12 of" in capsys.readouterr().out
     kept = load_vocab(vocab)
     assert chatml().convert_tokens_to_ids("<|im_end|>") in kept.target_ids
     assert len(kept.target_ids) == 12
     assert 0 < kept.coverage <= 1
-    assert command(["show", str(out), "--count", "5"]) == 0
+    assert command("show", str(out), "--count", "5") == 0
     assert capsys.readouterr().out.count("--- example") == 2
 
 
@@ -181,13 +175,13 @@ def test_command_options(command, tmp_path, capsys):
     source = tmp_path / "chats.jsonl"
     source.write_text("\n".join(json.dumps(TWO_TURNS_RECORD) for _ in range(3)))
     arguments = ["prepare", str(source), "--tokenizer", "chatml", "--out", str(tmp_path / "set"), "--overwrite", "--show", "0"]
-    assert command([*arguments, "--limit", "2", "--last-turn-only", "--max-length", "0", "--format", "messages"]) == 0
+    assert command(*arguments, "--limit", "2", "--last-turn-only", "--max-length", "0", "--format", "messages") == 0
     prepared = load_prepared(tmp_path / "set")
     assert len(prepared) == 2
     assert prepared.about["max_length"] is None
     assert chatml().decode(prepared[0].ids[prepared[0].response > 0].tolist()) == "two, yes<|im_end|>"
-    assert command([*arguments, "--max-length", "1"]) == 1
-    assert command([*arguments, "--format", "prompt"]) == 1
+    assert command(*arguments, "--max-length", "1") == 2
+    assert command(*arguments, "--format", "prompt") == 2
     assert "no supervised token" in capsys.readouterr().err
     assert len(load_prepared(tmp_path / "set")) == 2
 

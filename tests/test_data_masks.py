@@ -193,12 +193,20 @@ def test_exact_response_ids_are_kept():
     tokenizer = chatml()
     ids = [*tokenizer.encode("t", add_special_tokens=False), *tokenizer.encode("he", add_special_tokens=False)]
     assert ids != tokenizer.encode("the", add_special_tokens=False)
-    conversation = Conversation(chat("hello", "first", "again", "the").messages, response_ids=tuple(ids))
+    conversation = Conversation(chat("hello", "first", "again", "the").messages, response_ids=(tuple(ids),))
     example = encode_conversation(tokenizer, conversation)
     assert example.ids[example.response == 2].tolist() == ids
     assert tokenizer.decode(example.ids[example.response == 1].tolist()) == "first<|im_end|>"
     with pytest.raises(ConversationError, match="leave the vocabulary"):
-        encode_conversation(tokenizer, Conversation(conversation.messages, response_ids=(10**6,)))
+        encode_conversation(tokenizer, Conversation(conversation.messages, response_ids=((10**6,),)))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    both = Conversation(chat("hello", "the", "again", "the").messages, response_ids=((*ids, end), tuple(ids)))
+    first, second = encode_turns(tokenizer, both)  # the second prompt holds the text, which encodes to other ids
+    assert first.ids[first.response == 1].tolist() == [*ids, end]
+    assert second.ids[second.response == 1].tolist() == ids
+    assert encode_conversation(tokenizer, both, last_turn_only=True).ids.tolist() == second.ids.tolist()
+    with pytest.raises(ConversationError, match="ids of 2 answers, 1 answers are there"):
+        encode_turns(tokenizer, Conversation(chat("hello", "the").messages, response_ids=both.response_ids))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle3_jax.data import Example, Stream, encode_conversation, fill_rows, order, pack_examples, parse_record, plan_rows, process_share
+from eagle3_jax.data import Example, Stream, encode_conversation, fill_rows, order, pack, parse_record, process_share
 
 # A busy machine is no defect.
 patient = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -23,11 +23,12 @@ def numbered(lengths: list[int]) -> list[Example]:
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 5))
 def test_every_example_once_whole_and_apart(lengths, open_rows):
     examples = numbered(lengths)
-    plan = plan_rows(lengths, 20, open_rows)
+    sizes = [(n,) for n in lengths]
+    plan = pack(sizes, (20,), open_rows)
     assert sorted(e for row in plan for e in row) == list(range(len(lengths)))
     assert all(row == sorted(row) for row in plan)
-    assert plan == plan_rows(lengths, 20, open_rows)
-    rows = fill_rows(examples, plan, 20)
+    assert plan == pack(sizes, (20,), open_rows)
+    rows = fill_rows([[examples[e] for e in row] for row in plan], 20)
     assert rows.ids.shape == rows.response.shape == rows.segments.shape == rows.positions.shape == (len(plan), 20)
     for r, members in enumerate(plan):
         for segment, e in enumerate(members, 1):
@@ -46,12 +47,31 @@ def test_every_example_once_whole_and_apart(lengths, open_rows):
 def test_rows_are_filled_well():
     """Lengths of real chats vary: few slots may stay empty."""
     lengths = (np.random.default_rng(0).gamma(2.0, 140.0, 2000).astype(int) % 1024 + 1).tolist()
-    assert pack_examples(numbered(lengths), 1024).fill > 0.95
+    plan = pack([(n,) for n in lengths], (1024,))
+    examples = numbered(lengths)
+    assert fill_rows([[examples[e] for e in row] for row in plan], 1024).fill > 0.95
+
+
+def test_every_limit_holds():
+    """Two limits: tokens and supervised tokens."""
+    sizes = [(5, 1), (5, 3), (5, 2), (9, 0), (1, 3)]
+    rows = pack(sizes, (10, 3))
+    assert sorted(e for row in rows for e in row) == list(range(5))
+    assert all(sum(sizes[e][limit] for e in row) <= most for row in rows for limit, most in enumerate((10, 3)))
 
 
 def test_example_longer_than_a_row():
-    with pytest.raises(ValueError, match="does not fit"):
-        plan_rows([3, 21], 20)
+    with pytest.raises(ValueError, match="item 1 of size"):
+        pack([(3,), (21,)], (20,))
+    with pytest.raises(ValueError, match="row 1: 21 tokens do not fit"):
+        fill_rows([numbered([3]), numbered([10, 11])], 20)
+
+
+def test_rows_of_padding():
+    rows = fill_rows([numbered([2])], 3, rows=2, pad_id=7)
+    assert rows.ids.tolist() == [[1, 2, 7], [7, 7, 7]]
+    assert rows.segments.tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert rows.places == [[slice(0, 2)]]
 
 
 def test_padding_equal_to_end_of_sequence():
@@ -60,7 +80,7 @@ def test_padding_equal_to_end_of_sequence():
     eos = tokenizer.encode("<|im_end|>")[0]
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == eos
     example = encode_conversation(tokenizer, parse_record({"prompt": "hello", "response": "yes"}))
-    rows = pack_examples([example], len(example) + 3, pad_id=eos)
+    rows = fill_rows([[example]], len(example) + 3, pad_id=eos)
     assert rows.ids[0, -4:].tolist() == [eos] * 4
     assert rows.response[0, -4:].tolist() == [1, 0, 0, 0]
     assert rows.segments[0, -4:].tolist() == [1, 0, 0, 0]

@@ -18,9 +18,9 @@ def test_smollm2_responses(shared_data):
     for conversation in load_conversations(path)[:50]:
         example = encode_conversation(tokenizer, conversation)
         prompt = chat_ids(tokenizer, conversation.messages[:-1])
-        assert conversation.response_ids is not None
-        assert example.ids.tolist() == [*prompt, *conversation.response_ids]
-        assert example.response.tolist() == [0] * len(prompt) + [1] * len(conversation.response_ids)
+        (sampled,) = conversation.response_ids
+        assert example.ids.tolist() == [*prompt, *sampled]
+        assert example.response.tolist() == [0] * len(prompt) + [1] * len(sampled)
         again = encode_conversation(tokenizer, Conversation(conversation.messages))
         assert again.ids[: len(prompt)].tolist() == prompt
         assert tokenizer.decode(again.ids[len(prompt) :].tolist()) == conversation.messages[-1]["content"] + "<|im_end|>"

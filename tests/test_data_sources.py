@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from eagle3_jax.data import PRESETS, ConversationError, DataError, load_conversations, parse_record, read_records
+from eagle3_jax.data import PRESETS, ConversationError, DataError, load_conversations, parse_record, questions, read_records
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
 RECORDS = [
@@ -40,7 +40,8 @@ def test_system_prompts():
 def test_named_format_and_further_keys():
     record = {"messages": MESSAGES, "conversations": [{"from": "human", "value": "other", "lang": "en"}], "response_ids": [1, 2]}
     assert parse_record(record, "conversations").messages == ({"role": "user", "content": "other", "lang": "en"},)
-    assert parse_record(record).response_ids == (1, 2)
+    assert parse_record(record).response_ids == ((1, 2),)
+    assert parse_record({"messages": MESSAGES, "response_ids": [[1], [2, 3]]}).response_ids == ((1,), (2, 3))
     tool = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     assert parse_record({"messages": [tool]}).messages == ({"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},)
 
@@ -59,11 +60,52 @@ def test_named_format_and_further_keys():
         ({"prompt": "hello"}, "no assistant turn"),
         ({"messages": MESSAGES, "response_ids": []}, "bad response_ids"),
         ({"messages": MESSAGES, "response_ids": [1, "2"]}, "bad response_ids"),
+        ({"messages": MESSAGES, "response_ids": [[1], []]}, "bad response_ids"),
+        ({"turns": ["hello"]}, "no conversation in the record"),
     ],
 )
 def test_unusable_records(record, reason):
     with pytest.raises(ConversationError) as error:
         parse_record(record, where="here:3")
+    assert error.value.reason == reason
+    assert "here:3" in str(error.value)
+
+
+USER, SYSTEM = {"role": "user", "content": "hello"}, {"role": "system", "content": "be kind"}
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        ({"turns": ["hello", "hello"]}, [[USER], [USER]]),
+        ({"prompt": "hello"}, [[USER]]),
+        ({"prompt": [SYSTEM, USER], "response": "yes"}, [[SYSTEM, USER]]),
+        ({"messages": [*MESSAGES, USER, USER, MESSAGES[1]], "system": "be kind"}, [[SYSTEM, USER], [USER, USER]]),
+        ({"messages": [SYSTEM, MESSAGES[1], USER]}, [[SYSTEM, USER]]),
+        ({"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "yes"}], "turns": ["no"]}, [[USER]]),
+    ],
+)
+def test_questions_of_every_format(record, turns):
+    """The record's own answers are left out, answers to nobody open no turn, a question left open is one."""
+    assert questions(record) == turns
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"turns": "hello"}, "no conversation in the record"),
+        ({"turns": []}, "no question"),
+        ({"turns": [" "]}, "no question"),
+        ({"turns": [3]}, "content is not text"),
+        ({"messages": [SYSTEM]}, "no question"),
+        ({"messages": [USER, MESSAGES[1], SYSTEM]}, "no question"),
+        ({"messages": [USER, MESSAGES[1], {"role": "tool", "content": "42"}]}, "tools answer in the conversation"),
+        ({"text": "hello"}, "no conversation in the record"),
+    ],
+)
+def test_records_that_ask_nothing(record, reason):
+    with pytest.raises(ConversationError) as error:
+        questions(record, where="here:3")
     assert error.value.reason == reason
     assert "here:3" in str(error.value)
 

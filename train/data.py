@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 
-from eagle3_jax import data
+from tqdm import tqdm
 
+from eagle3_jax import commands, data
+
+PROG = "eagle3-data"
 EXAMPLES = """examples:
   eagle3-data prepare chats.jsonl.gz --tokenizer smollm2-135m --out prepared
   eagle3-data prepare ultrachat-200k --tokenizer meta-llama/Llama-3.1-8B-Instruct --out prepared --limit 50000
@@ -17,17 +22,13 @@ EXAMPLES = """examples:
 """
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown where there are any, examples kept as written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+reading = partial(tqdm, desc="encoding", unit=" conversations", dynamic_ncols=True, disable=None)
+SOURCE = f"file (JSONL or JSON list, plain or gzip; Parquet), preset ({', '.join(data.PRESETS)}), or hf:OWNER/NAME"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="eagle3-data", description=__doc__, epilog=EXAMPLES, formatter_class=Formatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = partial(commands.add_parser, formatter_class=Formatter)
+    parser = commands.Parser(prog=PROG, description=__doc__, epilog=EXAMPLES, formatter_class=commands.Formatter)
+    command = partial(parser.add_subparsers(dest="command", required=True).add_parser, formatter_class=commands.Formatter)
 
     prepare = command(
         "prepare",
@@ -35,17 +36,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description="Encodes conversations with the target's chat template and writes token ids and response masks to a folder.",
         epilog="example:\n  eagle3-data prepare chats.jsonl.gz --tokenizer smollm2-135m --out prepared --max-length 1024",
     )
-    prepare.add_argument(
-        "source", help=f"file (JSONL or JSON list, plain or gzip; Parquet), preset ({', '.join(data.PRESETS)}), or hf:OWNER/NAME"
-    )
+    prepare.add_argument("source", help=SOURCE)
     prepare.add_argument("--tokenizer", required=True, help="the target: folder, hub id, .gguf file, or built-in name")
     prepare.add_argument("--out", required=True, help="folder to write")
-    prepare.add_argument("--format", choices=data.FORMATS, help="key that holds the conversation; unset: found per record")
-    prepare.add_argument("--split", help="split of a hub data set; unset: the preset's, or train")
     prepare.add_argument("--max-length", type=int, default=2048, help="tokens per example; longer ones are cut; 0: no limit")
     prepare.add_argument("--last-turn-only", action="store_true", help="supervise the last answer of each conversation only")
-    prepare.add_argument("--skip-bad-lines", action="store_true", help="pass over JSONL lines that are not JSON, and count them")
-    prepare.add_argument("--limit", type=int, help="conversations to read; unset: all")
+    add_reading_options(prepare, data.FORMATS)
     prepare.add_argument("--show", type=int, default=2, help="examples printed at the end with their responses marked")
     prepare.add_argument("--overwrite", action="store_true", help="replace prepared data at --out")
 
@@ -68,12 +64,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     show.add_argument("folder", help="prepared data")
     show.add_argument("--count", type=int, default=3, help="examples to print")
     show.add_argument("--tokenizer", help="unset: the one the data was prepared with")
+    for each in (prepare, vocab, show):
+        each.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    prepare.set_defaults(run=run_prepare)
+    vocab.set_defaults(run=run_vocab)
+    show.set_defaults(run=lambda args: print_examples(args.folder, args.count, args.tokenizer))
     return parser.parse_args(argv)
 
 
-def run_prepare(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
+def add_reading_options(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
+    group = parser.add_argument_group("reading the source")
+    group.add_argument("--format", choices=formats, help="key that holds the conversation; unset: found per record")
+    group.add_argument("--split", help="split of a hub data set; unset: the preset's, or train")
+    group.add_argument("--skip-bad-lines", action="store_true", help="pass over JSONL lines that are not JSON, and count them")
+    group.add_argument("--limit", type=commands.positive, metavar="N", help="records to read; unset: all")
+    group.add_argument("--processes", type=commands.positive, default=os.cpu_count(), help="that encode; a small set needs only one")
 
+
+def run_prepare(args: argparse.Namespace) -> None:
     report = data.prepare(
         args.source,
         args.out,
@@ -85,7 +93,8 @@ def run_prepare(args: argparse.Namespace) -> None:
         skip_bad_lines=args.skip_bad_lines,
         limit=args.limit,
         overwrite=args.overwrite,
-        progress=partial(tqdm, desc="encoding", unit=" conversations", total=args.limit, dynamic_ncols=True),
+        processes=args.processes,
+        progress=reading,
     )
     print(f"{report}\nwritten to     {args.out}")
     print_examples(args.out, args.show, None)
@@ -105,20 +114,9 @@ def print_examples(folder: str, count: int, tokenizer: str | None) -> None:
         print(f"--- example {number}\n{text}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        if args.command == "prepare":
-            run_prepare(args)
-        elif args.command == "vocab":
-            run_vocab(args)
-        else:
-            print_examples(args.folder, args.count, args.tokenizer)
-    except (ValueError, OSError) as error:
-        print(f"eagle3-data: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(args: argparse.Namespace) -> None:
+    args.run(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(commands.run_command(PROG, main, parse()))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eagle3_jax.data.conversations import ConversationError, parse_record
+from eagle3_jax.data.parallel import ordered_map
 from eagle3_jax.data.sources import DataError
 from eagle3_jax.data.template_masks import Example, encode_turns
 
@@ -75,26 +77,24 @@ def encode_all(
     format: str | None = None,
     max_length: int | None = None,
     last_turn_only: bool = False,
+    processes: int = 1,
 ) -> list[Example]:
     """Examples of all usable records (from `read_records`), in order; `report` is filled along the way.
 
     Examples longer than max_length tokens keep their first max_length, and are dropped when no response is left.
+    processes: that many encode, in chunks, once a set shows to be large; the result is the same.
     Raises DataError when nothing at all is supervised, or the tokenizer has no chat template.
     """
     examples: list[Example] = []
-    for where, record in records:
+    encode = partial(encode_record, tokenizer, format=format, max_length=max_length, last_turn_only=last_turn_only)
+    for result in ordered_map(encode, records, processes):
         report.records += 1
-        try:
-            turns = encode_turns(tokenizer, parse_record(record, format, where), last_turn_only=last_turn_only)
-            cut = [truncate(turn, max_length) for turn in turns]
-            kept = [example for example in cut if example.supervised]
-            if not kept:
-                raise ConversationError(CUT_OFF, f"{where}: {max(map(len, turns))} tokens, limit {max_length}")
-        except ConversationError as error:
-            report.drop(error)
+        if isinstance(result, ConversationError):
+            report.drop(result)
             continue
+        kept, cut = result
         report.kept += 1
-        report.truncated += sum(len(short) < len(turn) for short, turn in zip(cut, turns, strict=True) if short.supervised)
+        report.truncated += cut
         examples.extend(kept)
     report.examples = len(examples)
     report.tokens = sum(map(len, examples))
@@ -102,6 +102,26 @@ def encode_all(
     if not report.supervised:
         raise DataError(f"no supervised token in the whole set: nothing to train on\n{report}")
     return examples
+
+
+def encode_record(
+    tokenizer: PreTrainedTokenizerBase,
+    located: tuple[str, Any],
+    *,
+    format: str | None = None,
+    max_length: int | None = None,
+    last_turn_only: bool = False,
+) -> tuple[list[Example], int] | ConversationError:
+    """The usable examples of one record (where, value), and how many of them were cut; or why it cannot be used."""
+    where, record = located
+    try:
+        turns = encode_turns(tokenizer, parse_record(record, format, where), last_turn_only=last_turn_only)
+        kept = [(short, turn) for turn in turns if (short := truncate(turn, max_length)).supervised]
+        if not kept:
+            raise ConversationError(CUT_OFF, f"{where}: {max(map(len, turns))} tokens, limit {max_length}")
+    except ConversationError as error:
+        return error
+    return [short for short, _ in kept], sum(len(short) < len(turn) for short, turn in kept)
 
 
 def truncate(example: Example, max_length: int | None) -> Example:

@@ -5,9 +5,11 @@ Formats (each record is one JSON object):
     messages        {"messages": [{"role": "user", "content": "..."}, ...]}                    OpenAI, UltraChat
     conversations   {"conversations": [{"from": "human", "value": "..."}, ...]}                ShareGPT, OpenThoughts
     prompt          {"prompt": "..." or a list of messages, "response": "..."}
+    turns           {"turns": ["...", ...]}   what users ask, without answers: only for `questions`
 
-A record may carry `response_ids`: the exact token ids that were sampled for its LAST assistant turn, end-of-turn included when it stopped.
-They are used as they are; text that is decoded and encoded again does not always give the same ids.
+A record may carry `response_ids`: the exact token ids that were sampled for its last assistant turn, end-of-turn included when it stopped;
+or a list of such lists, for its last assistant turns in order. They are used as they are; text that is decoded and encoded again does
+not always give the same ids.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ class ConversationError(DataError):
 class Conversation:
     """messages: dictionaries with `role` and `content` (further keys reach the chat template untouched).
 
-    response_ids: exact ids of the last assistant turn, or None. where: file and line, for messages to a person.
+    response_ids: exact ids of the last so many assistant turns, in order. where: file and line, for messages to a person.
     """
 
     messages: tuple[dict[str, Any], ...]
-    response_ids: tuple[int, ...] | None = None
+    response_ids: tuple[tuple[int, ...], ...] = ()
     where: str = ""
 
 
@@ -64,25 +66,40 @@ def parse_record(record: Mapping[str, Any], format: str | None = None, where: st
 
     Raises ConversationError when the record has no such key, an unknown speaker, or content that is not text.
     """
-    if not isinstance(record, Mapping):
-        raise ConversationError("not a JSON object", f"{where}: found {type(record).__name__}")
-    if format is None:
-        format = next((name for name in FORMATS if record.get(name) is not None), None)
-    if format not in FORMATS or record.get(format) is None:
-        raise ConversationError(
-            "no conversation in the record", f"{where}: expected one of the keys {', '.join(FORMATS)}; found {', '.join(map(str, record))}"
-        )
+    format = _format(record, format, FORMATS, where)
     if format == "prompt":
-        messages = _from_prompt(record, where)
+        answer = record.get("response")
+        if answer is None:
+            raise ConversationError("no assistant turn", f"{where}: the record has a prompt but no response")
+        messages = [*_messages(record, "prompt", where), {"role": "assistant", "content": _text(answer, where)}]
     else:
-        raw = record[format]
-        if not isinstance(raw, Sequence) or isinstance(raw, str):
-            raise ConversationError("no conversation in the record", f"{where}: {format} must be a list")
-        messages = [_message(item, where) for item in raw]
-        system = record.get("system")
-        if isinstance(system, str) and system and not any(m["role"] == "system" for m in messages):
-            messages.insert(0, {"role": "system", "content": system})
+        messages = _messages(record, format, where)
     return Conversation(tuple(messages), _response_ids(record, where), where)
+
+
+def questions(record: Mapping[str, Any], format: str | None = None, where: str = "") -> list[list[dict[str, Any]]]:
+    """What is said to the assistant: per turn the messages before its answer, of any format, the answers of the record left out.
+
+    Raises ConversationError as `parse_record` does, for a record that asks nothing, and for one with messages of tools: what a tool
+    returned belongs to a call that another model made.
+    """
+    format = _format(record, format, (*FORMATS, "turns"), where)
+    if format == "turns":
+        turns = [[{"role": "user", "content": _text(text, where)}] for text in _listed(record, "turns", where)]
+    else:
+        turns = [[]]
+        for message in _messages(record, format, where):
+            if message["role"] == "tool":
+                raise ConversationError("tools answer in the conversation", where)
+            if message["role"] != "assistant":
+                turns[-1].append(message)
+            elif any(m["role"] == "user" for m in turns[-1]):
+                turns.append([])
+        if not turns[-1]:
+            turns.pop()
+    if not turns or any(not any(m["role"] == "user" and m["content"].strip() for m in turn) for turn in turns):
+        raise ConversationError("no question", where)
+    return turns
 
 
 def load_conversations(source: str | Path, format: str | None = None) -> list[Conversation]:
@@ -90,15 +107,36 @@ def load_conversations(source: str | Path, format: str | None = None) -> list[Co
     return [parse_record(record, format, where) for where, record in read_records(source)]
 
 
-def _from_prompt(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    prompt, answer = record["prompt"], record.get("response")
-    if answer is None:
-        raise ConversationError("no assistant turn", f"{where}: the record has a prompt but no response")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(item, where) for item in prompt]
+def _format(record: Any, format: str | None, known: Sequence[str], where: str) -> str:
+    """The record's format, if it is one of those known."""
+    if not isinstance(record, Mapping):
+        raise ConversationError("not a JSON object", f"{where}: found {type(record).__name__}")
+    if format is None:
+        format = next((name for name in known if record.get(name) is not None), None)
+    if format not in known or record.get(format) is None:
+        raise ConversationError(
+            "no conversation in the record", f"{where}: expected one of the keys {', '.join(known)}; found {', '.join(map(str, record))}"
+        )
+    return format
+
+
+def _messages(record: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    """The messages under the key, where a text is what a user says; the record's system prompt in front, where it has one of its own."""
+    if key == "prompt" and isinstance(record[key], str):
+        messages = [{"role": "user", "content": record[key]}]
+    else:
+        messages = [_message(item, where) for item in _listed(record, key, where)]
     system = record.get("system")
-    if isinstance(system, str) and system:
+    if isinstance(system, str) and system and not any(m["role"] == "system" for m in messages):
         messages.insert(0, {"role": "system", "content": system})
-    return [*messages, {"role": "assistant", "content": _text(answer, where)}]
+    return messages
+
+
+def _listed(record: Mapping[str, Any], key: str, where: str) -> Sequence[Any]:
+    value = record[key]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConversationError("no conversation in the record", f"{where}: {key} must be a list")
+    return value
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
@@ -124,10 +162,16 @@ def _text(content: Any, where: str) -> str:
     raise ConversationError("content is not text", f"{where}: {type(content).__name__}")
 
 
-def _response_ids(record: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+def _response_ids(record: Mapping[str, Any], where: str) -> tuple[tuple[int, ...], ...]:
     ids = record.get("response_ids")
     if ids is None:
-        return None
-    if not isinstance(ids, Sequence) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise ConversationError("bad response_ids", f"{where}: response_ids must be a list of token ids, at least one")
-    return tuple(ids)
+        return ()
+    if isinstance(ids, Sequence) and ids and isinstance(ids[0], int):
+        ids = [ids]
+    if not isinstance(ids, Sequence) or not ids or not all(_are_ids(turn) for turn in ids):
+        raise ConversationError("bad response_ids", f"{where}: response_ids must be a list of token ids, or of such lists, none empty")
+    return tuple(tuple(turn) for turn in ids)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and all(type(i) is int and i >= 0 for i in value)

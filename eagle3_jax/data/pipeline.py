@@ -12,7 +12,7 @@ import numpy as np
 
 from eagle3_jax.data.bulk import BRACKETS, Report, encode_all, mark_responses
 from eagle3_jax.data.prepared import check_output, load_prepared, save_prepared
-from eagle3_jax.data.sources import PRESETS, DataError, read_records
+from eagle3_jax.data.sources import DataError, preset_format, read_records
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.vocab import DraftVocab, count_tokens, coverage, save_vocab, select_vocab
 
@@ -29,11 +29,13 @@ def prepare(
     skip_bad_lines: bool = False,
     limit: int | None = None,
     overwrite: bool = False,
+    processes: int = 1,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Report:
     """Reads conversations, encodes them with the tokenizer's chat template, writes the folder `out`, returns the report.
 
-    source, split: as in `read_records`. max_length in tokens (None: no limit). limit: read that many records only.
+    source, split: as in `read_records`; processes: as in `encode_all`. max_length in tokens (None: no limit).
+    limit: read that many records only.
     progress: wraps the iterable of records. Raises DataError; `out` is then left as it was.
     """
     if max_length is not None and max_length < 2:
@@ -42,10 +44,15 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer_name)
     report = Report()
     records = read_records(source, split=split, on_bad_line=report.add_bad_line if skip_bad_lines else None)
-    if format is None and str(source) in PRESETS and not Path(source).is_file():
-        format = PRESETS[str(source)].format
+    format = format or preset_format(source)
     examples = encode_all(
-        tokenizer, progress(islice(records, limit)), report, format=format, max_length=max_length, last_turn_only=last_turn_only
+        tokenizer,
+        progress(islice(records, limit)),
+        report,
+        format=format,
+        max_length=max_length,
+        last_turn_only=last_turn_only,
+        processes=processes,
     )
     about = {
         "source": str(source),

@@ -40,9 +40,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Yields (where, record) for every record of `source`, in order; `where` names file and line for messages to a person.
 
-    source: a file, the name of a preset (`PRESETS`), or "hf:OWNER/NAME" or "hf:OWNER/NAME/CONFIGURATION" for a data set on the hub
-    (`split` chooses its part, "train" unless given). on_bad_line: called with the error of each JSONL line that is not JSON, which is then
-    passed over; None raises it.
+    source: a file, the name of a preset (`PRESETS`), or "hf:OWNER/NAME" for a data set on the hub (`split` chooses its part, "train" unless
+    given). on_bad_line: called with the error of each JSONL line that is not JSON, which is then passed over; None raises it.
     Raises DataError for a missing, damaged or unreadable source.
     """
     name = str(source)
@@ -54,6 +53,11 @@ def read_records(
         yield from _read_hub(name.removeprefix(HUB), split or "train")
     else:
         raise DataError(f"{name}: no such file, and not a preset ({', '.join(PRESETS)}); name a data set on the hub as {HUB}OWNER/NAME")
+
+
+def preset_format(source: str | Path) -> str | None:
+    """The format of a preset's records; None for anything else."""
+    return PRESETS[str(source)].format if str(source) in PRESETS and not Path(source).is_file() else None
 
 
 def _read_file(path: Path, on_bad_line: Callable[[DataError], None] | None) -> Iterator[Record]:
@@ -122,9 +126,8 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(f"{name}: data sets on the hub need the package datasets; {_INSTALL}") from None
-    owner_and_name, config = "/".join(name.split("/")[:2]), name.split("/")[2:]
     try:
-        records = load_dataset(owner_and_name, *config, split=split)
+        records = load_dataset(name, split=split)
     except Exception as error:  # the package has no common base for "no such data set", "no such split" and "no network"
         raise DataError(f"{name}, split {split!r}: cannot be loaded from the hub ({error})") from error
     for number, record in enumerate(records):

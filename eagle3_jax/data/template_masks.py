@@ -81,12 +81,13 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation,
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not ends:
         raise ConversationError("no assistant turn", conversation.where)
-    if last_turn_only:
-        ends = ends[-1:]
+    given = conversation.response_ids
+    if len(given) > len(ends):
+        raise ConversationError("bad response_ids", f"{conversation.where}: ids of {len(given)} answers, {len(ends)} answers are there")
+    sampled: list[tuple[int, ...] | None] = [*[None] * (len(ends) - len(given)), *given]
     examples: list[Example] = []
     shared: list[_Turn] = []
-    for i in ends:
-        exact = conversation.response_ids if i == ends[-1] else None
+    for i, exact in list(zip(ends, sampled, strict=True))[-1 if last_turn_only else 0 :]:
         turn = _encode_turn(tokenizer, messages[: i + 1], exact, conversation.where)
         if shared and turn.prompt[: len(shared[-1].prompt) + len(shared[-1].answer)] != shared[-1].prompt + shared[-1].answer:
             examples.append(_join(shared, conversation.where))
