@@ -113,7 +113,7 @@ def _format(record: Any, format: str | None, known: Sequence[str], where: str) -
         raise ConversationError("not a JSON object", f"{where}: found {type(record).__name__}")
     if format is None:
         format = next((name for name in known if record.get(name) is not None), None)
-    if format not in known or record.get(format) is None:
+    if format is None or format not in known or record.get(format) is None:
         raise ConversationError(
             "no conversation in the record", f"{where}: expected one of the keys {', '.join(known)}; found {', '.join(map(str, record))}"
         )
