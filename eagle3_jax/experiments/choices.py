@@ -29,7 +29,7 @@ def losses(material: Material, out: Path) -> list[ArmResult]:
     others = [name for name in ROW_LOSSES if name not in (EAGLE_3.loss, SAME_GRADIENT)]
     results = [run_arm(material, EAGLE_3), *(run_arm(material, Arm(f"loss {name}", loss=name)) for name in others)]
     labels = [name.replace("_", "\n") for name in (EAGLE_3.loss, *others)]
-    length_chart(results, out, "Which loss?", labels)
+    length_chart(results, out, "Acceptance length: which loss?", labels)
     return results
 
 
@@ -79,7 +79,7 @@ def drafting(material: Material, out: Path) -> list[ArmResult]:
     figure, axes = new_figure(7.2, 3.8)
     places = {name: results[i * len(HEATS) : (i + 1) * len(HEATS)] for i, name in enumerate(DRAFTINGS)}
     bars(axes[0, 0], [f"T = {heat:g}" for heat in HEATS], {name: [r.acceptance_length for r in found] for name, found in places.items()})
-    tidy(axes[0, 0], "What should a chain propose when the target samples?", "", "acceptance length, tokens per cycle")
+    tidy(axes[0, 0], "Acceptance length: what should a chain propose when the target samples?", "", "tokens kept per cycle")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     save_png(figure, out)
     return results

@@ -40,7 +40,12 @@ def n_alpha_chart(results: Sequence[ArmResult], out: Path, title: str) -> None:
 def ablation(material: Material, out: Path) -> list[ArmResult]:
     """Table 2: from EAGLE, the feature loss goes and training-time test comes, then three layers are fused."""
     results = [run_arm(material, arm) for arm in (EAGLE, TOP_TTT, EAGLE_3)]
-    length_chart(results, out, "What each change is worth", ["EAGLE", "+ TTT instead of\nfeature loss", "+ fused features\n(EAGLE-3)"])
+    length_chart(
+        results,
+        out,
+        "Acceptance length: what each change is worth",
+        ["EAGLE", "+ TTT instead of\nfeature loss", "+ fused features\n(EAGLE-3)"],
+    )
     return results
 
 
@@ -48,7 +53,7 @@ def length_chart(results: Sequence[ArmResult], out: Path, title: str, labels: Se
     """Acceptance length of every arm as a bar."""
     figure, axes = new_figure(max(5.0, 1.4 * len(results) + 1.2), 3.6)
     bars(axes[0, 0], labels or [result.name for result in results], {"": [result.acceptance_length for result in results]})
-    tidy(axes[0, 0], title, "", "acceptance length, tokens per cycle (T = 0)")
+    tidy(axes[0, 0], title, "", "tokens kept per cycle (T = 0)")
     save_png(figure, out)
 
 
@@ -61,7 +66,12 @@ def scaling(material: Material, out: Path) -> list[ArmResult]:
     series = {base.name: results[i * len(FRACTIONS) : (i + 1) * len(FRACTIONS)] for i, base in enumerate((EAGLE, EAGLE_3))}
     figure, axes = new_figure(6.4, 3.8)
     lines(axes[0, 0], {name: [(r.examples, r.acceptance_length) for r in found] for name, found in series.items()}, positions_on_log2=True)
-    tidy(axes[0, 0], "Does more data help?", "training examples (as many updates for each)", "acceptance length, tokens per cycle (T = 0)")
+    tidy(
+        axes[0, 0],
+        "Acceptance length: does more data help?",
+        "training examples (as many updates for each)",
+        "tokens kept per cycle (T = 0)",
+    )
     axes[0, 0].legend(frameon=False, fontsize=9)
     save_png(figure, out)
     return results
