@@ -53,8 +53,8 @@ def throughput_chart(found: Sequence[Throughput], out: Path, note: str = "") -> 
     lines(axes[0, 0], {m: [(t.batch, t.tokens_per_second) for t in found if t.mode == m] for m in (PLAIN, *modes)}, positions_on_log2=True)
     tidy(axes[0, 0], f"Throughput{note}", "batch, rows decoded together", "tokens/s of all rows")
     axes[0, 0].legend(frameon=False, fontsize=9)
-    # The empty first series keeps a mode's colour the same in both panels.
-    lines(axes[0, 1], {PLAIN: [], **{m: [(t.batch, t.speed_up) for t in found if t.mode == m] for m in modes}}, positions_on_log2=True)
+    gains = {m: [(t.batch, t.speed_up) for t in found if t.mode == m] for m in modes}
+    lines(axes[0, 1], gains, positions_on_log2=True, styles=range(1, len(modes) + 1))  # a mode's colour is the same in both panels
     axes[0, 1].axhline(1.0, color=GREY, lw=1, ls="--")
     tidy(axes[0, 1], "Gain of speculation", "batch, rows decoded together", "times plain tokens/s")
     return save_png(figure, out)

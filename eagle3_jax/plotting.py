@@ -52,9 +52,11 @@ def tidy(axis: Any, title: str = "", xlabel: str = "", ylabel: str = "") -> None
         axis.spines[side].set_visible(False)
 
 
-def lines(axis: Any, series: Mapping[str, Sequence[tuple[float, Point]]], positions_on_log2: bool = False) -> None:
-    """One line with interval bars per name; points that are None are left out."""
-    for i, (name, points) in enumerate(series.items()):
+def lines(
+    axis: Any, series: Mapping[str, Sequence[tuple[float, Point]]], positions_on_log2: bool = False, styles: Sequence[int] | None = None
+) -> None:
+    """One line with interval bars per name; points that are None are left out. styles: places in the row of colours and marks."""
+    for i, (name, points) in zip(styles or range(len(series)), series.items(), strict=True):
         drawn = [(x, y) for x, y in points if y is not None]
         axis.errorbar(
             [x for x, _ in drawn],

@@ -15,6 +15,7 @@ EXAMPLES = """experiments:
   n-alpha      the paper's figures 4 and 7: EAGLE, no feature loss and no training-time test, EAGLE-3
   ablation     Table 2: EAGLE, then training-time test instead of the feature loss, then fused features
   scaling      Figure 1: 1/8, 1/4, 1/2 and all of the text, for EAGLE and for EAGLE-3
+  overview     the three above in one picture
   losses       every loss over the vocabulary
   ttt-steps    steps of the unrolling in training
   draft-vocab  an eighth, a quarter, a half and all of the draft vocabulary

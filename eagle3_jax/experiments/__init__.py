@@ -10,12 +10,14 @@ from eagle3_jax.commands import write_json
 from eagle3_jax.experiments import choices, paper
 from eagle3_jax.experiments.arms import Arm, ArmResult, run_arm, trained_head
 from eagle3_jax.experiments.material import Material, Setting
+from eagle3_jax.experiments.paper import EAGLE, EAGLE_3
 from eagle3_jax.tables import figure, table
 
 EXPERIMENTS: dict[str, Callable[[Material, Path], list[ArmResult]]] = {
     "n-alpha": paper.n_alpha,
     "ablation": paper.ablation,
     "scaling": paper.scaling,
+    "overview": paper.overview,
     "losses": choices.losses,
     "ttt-steps": choices.ttt_steps,
     "draft-vocab": choices.draft_vocab,
@@ -46,4 +48,16 @@ def results_table(results: Sequence[ArmResult]) -> str:
     return table(rows)
 
 
-__all__ = ["EXPERIMENTS", "Arm", "ArmResult", "Material", "Setting", "results_table", "run_arm", "run_experiment", "trained_head"]
+__all__ = [
+    "EAGLE",
+    "EAGLE_3",
+    "EXPERIMENTS",
+    "Arm",
+    "ArmResult",
+    "Material",
+    "Setting",
+    "results_table",
+    "run_arm",
+    "run_experiment",
+    "trained_head",
+]
