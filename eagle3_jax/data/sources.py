@@ -40,8 +40,9 @@ def read_records(
 ) -> Iterator[Record]:
     """Yields (where, record) for every record of `source`, in order; `where` names file and line for messages to a person.
 
-    source: a file, the name of a preset (`PRESETS`), or "hf:OWNER/NAME" for a data set on the hub (`split` chooses its part, "train" unless
-    given). on_bad_line: called with the error of each JSONL line that is not JSON, which is then passed over; None raises it.
+    source: a file, the name of a preset (`PRESETS`), or "hf:OWNER/NAME" or "hf:OWNER/NAME/CONFIGURATION" for a data set on the hub
+    (`split` chooses its part, "train" unless given). on_bad_line: called with the error of each JSONL line that is not JSON, which is then
+    passed over; None raises it.
     Raises DataError for a missing, damaged or unreadable source.
     """
     name = str(source)
@@ -126,8 +127,9 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(f"{name}: data sets on the hub need the package datasets; {_INSTALL}") from None
+    owner_and_name, config = "/".join(name.split("/")[:2]), name.split("/")[2:]
     try:
-        records = load_dataset(name, split=split)
+        records = load_dataset(owner_and_name, *config, split=split)
     except Exception as error:  # the package has no common base for "no such data set", "no such split" and "no network"
         raise DataError(f"{name}, split {split!r}: cannot be loaded from the hub ({error})") from error
     for number, record in enumerate(records):
