@@ -17,11 +17,13 @@ def attend(
     v_BRKH: jax.Array,
     mask_BTR: jax.Array,
     cached: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    oldest_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Grouped-query attention of T queries over a cache prefix and R keys of the pass itself; returns [B, T, N, H].
 
     mask_BTR: bool, True where the query may read the key (leading axis 1 broadcasts over the batch).
-    cached: (k [B, K, H, S], v [B, K, S, H], lengths int32 [B]); every query reads exactly the slots below its row's length.
+    cached: (k [B, K, H, S], v [B, K, S, H], lengths int32 [B]); every query reads exactly the slots below its row's length,
+    and none below its own `oldest` (int32 [B, T], the first slot of a sliding window).
     Scores and softmax are float32 whatever the dtype.
     """
     B, T, N, H = q_BTNH.shape
@@ -47,7 +49,10 @@ def attend(
     old = v_cache = None
     if cached is not None:
         k_cache, v_cache, lengths = cached
-        valid = jnp.arange(k_cache.shape[-1], dtype=jnp.int32)[None, None, :] < lengths[:, None, None]
+        slots = jnp.arange(k_cache.shape[-1], dtype=jnp.int32)[None, None, :]
+        valid = slots < lengths[:, None, None]
+        if oldest_BT is not None:
+            valid = valid & (slots >= oldest_BT[:, :, None])
         old = scores(jnp.einsum("BKXH,BKHS->BKXS", q, k_cache, precision=exact, preferred_element_type=jnp.float32), valid)
         peak = jnp.maximum(peak, jnp.max(old, axis=-1, keepdims=True))
     own = jnp.exp(own - peak)
@@ -75,27 +80,30 @@ def attend_causal(
     segments_BT: jax.Array | None = None,
     block: int = 128,
     implementation: str = "xla",
+    window: int | None = None,
 ) -> jax.Array:
     """As `attend` with `causal_mask`, never touching the keys behind a block of queries: half the work, memory linear in T.
 
     segments_BT: int32; a token reads those of its own segment, and none of segment -1. implementation: one of IMPLEMENTATIONS; a kernel
-    that cannot take the call (type, packing, length) leaves it to XLA.
+    that cannot take the call (type, packing, length, window) leaves it to XLA. window: how many tokens back each reads, itself included.
     """
     B, T = q_BTNH.shape[:2]
-    if implementation == "cudnn" and segments_BT is None and q_BTNH.dtype != jnp.float32:
+    if implementation == "cudnn" and window is None and segments_BT is None and q_BTNH.dtype != jnp.float32:
         return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
-    if implementation == "tpu" and T % 128 == 0:
+    if implementation == "tpu" and window is None and T % 128 == 0:
         return _tpu_causal(q_BTNH, k_BTKH, v_BTKH, segments_BT)
     index = jnp.arange(T, dtype=jnp.int32)
     segments = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
-    sight = Sight(jnp.broadcast_to(index, (B, T)), segments, segments)
+    at = jnp.broadcast_to(index, (B, T))
+    sight = Sight(at, segments, segments, None if window is None else at - (window - 1))
     if T > DENSE_LENGTH:
         return flash(q_BTNH, k_BTKH, v_BTKH, sight)[0].astype(q_BTNH.dtype)
     parts = []
     for start in range(0, T, block):
         stop = min(start + block, T)
-        mask = sight.mask(slice(start, stop), slice(0, stop))
-        parts.append(attend(q_BTNH[:, start:stop], k_BTKH[:, :stop], v_BTKH[:, :stop], mask))
+        first = 0 if window is None else max(0, start - window + 1)
+        mask = sight.mask(slice(start, stop), slice(first, stop))
+        parts.append(attend(q_BTNH[:, start:stop], k_BTKH[:, first:stop], v_BTKH[:, first:stop], mask))
     return jnp.concatenate(parts, axis=1)
 
 

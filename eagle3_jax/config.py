@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.families import FAMILIES, bias, block_windows
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the file and the key."""
@@ -18,9 +20,10 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: `theta` is the base; `kind` is "default", "linear" or "llama3".
+    """Rotary embedding: `theta` is the base; `kind` is "default", "linear", "dynamic" or "llama3".
 
-    `factor` stretches positions (linear) or low frequencies (llama3); the last three fields are llama3's alone.
+    `factor` stretches positions (linear), the base of contexts longer than `original_max_position` (dynamic) or low frequencies
+    (llama3); the two frequency factors are llama3's alone.
     """
 
     theta: float = 10000.0
@@ -31,27 +34,40 @@ class RopeConfig:
     original_max_position: int = 8192
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], where: str = "config") -> RopeConfig:
+    def from_hf(cls, config: Mapping[str, Any], where: str = "config", max_position: int = 2048) -> RopeConfig:
         """Reads both spellings: transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
 
-        Raises ConfigError for a rope type that is not supported, naming it.
+        max_position: the context that `dynamic` scaling starts from, where the config has no `max_position_embeddings`.
+        Raises ConfigError for a rope type that is not supported, naming it, and for a missing or contradictory key.
         """
         scaling = dict(config.get("rope_scaling") or {})
         scaling.update(config.get("rope_parameters") or {})
+        if any(isinstance(value, Mapping) for value in scaling.values()):
+            raise ConfigError(f"{where}: rope_parameters by layer type are not supported (supported: one set for all layers)")
         theta = scaling.get("rope_theta", config.get("rope_theta"))
         theta = 10000.0 if theta is None else float(theta)
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
         if kind == "default":
             return cls(theta=theta)
-        if kind not in ("linear", "llama3"):
-            raise ConfigError(f"{where}: rope type {kind!r} is not supported (supported: default, linear, llama3)")
+        if kind not in ("linear", "dynamic", "llama3"):
+            raise ConfigError(f"{where}: rope type {kind!r} is not supported (supported: default, linear, dynamic, llama3)")
         try:
+            factor = float(scaling["factor"])
             if kind == "linear":
-                return cls(theta=theta, kind=kind, factor=float(scaling["factor"]))
+                return cls(theta=theta, kind=kind, factor=factor)
+            if kind == "dynamic":
+                # Hugging Face scales from max_position_embeddings on, whatever else a file may say.
+                original = int(config.get("max_position_embeddings") or max_position)
+                if int(scaling.get("original_max_position_embeddings") or original) != original:
+                    raise ConfigError(
+                        f"{where}: original_max_position_embeddings {scaling['original_max_position_embeddings']} differs from "
+                        f"max_position_embeddings {original}, from which rope type 'dynamic' scales"
+                    )
+                return cls(theta=theta, kind=kind, factor=factor, original_max_position=original)
             return cls(
                 theta=theta,
                 kind=kind,
-                factor=float(scaling["factor"]),
+                factor=factor,
                 low_freq_factor=float(scaling["low_freq_factor"]),
                 high_freq_factor=float(scaling["high_freq_factor"]),
                 original_max_position=int(scaling["original_max_position_embeddings"]),
@@ -60,7 +76,10 @@ class RopeConfig:
             raise ConfigError(f"{where}: rope type {kind!r} needs the key {missing}") from None
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of both spellings, so that old and new readers find the same rotary embedding."""
+        """The keys of both spellings, so that old and new readers find the same rotary embedding.
+
+        `dynamic` scales from the `max_position_embeddings` that stand beside these keys: they must be `original_max_position`.
+        """
         parameters: dict[str, Any] = {"rope_theta": self.theta, "rope_type": self.kind}
         if self.kind != "default":
             parameters["factor"] = self.factor
@@ -76,7 +95,11 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """The frozen LLaMA-family target. Letters as in the package docstring: V, D, F, N, K, H, L."""
+    """The frozen target. Letters as in the package docstring: V, D, F, N, K, H, L.
+
+    model_type: its row of `families.FAMILIES`; qkv_bias, o_bias, mlp_bias, qk_norm and windows are what that row came to here.
+    windows: per block the number of last positions that a query reads, its own included (None: all); () when no block has a window.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -89,35 +112,56 @@ class TargetConfig:
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
     tie_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    model_type: str = "llama"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"windows {self.windows}: one per block is needed, {self.num_layers} in all")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], where: str = "config") -> TargetConfig:
-        """Reads a LlamaForCausalLM `config.json`. Raises ConfigError naming a missing or unsupported key."""
+        """Reads the `config.json` of a causal language model of FAMILIES. Raises ConfigError naming a missing or unsupported key."""
         kind = config.get("model_type", "llama")
-        if kind != "llama":
-            raise ConfigError(f"{where}: model_type {kind!r} is not supported (supported: llama)")
+        if kind not in FAMILIES:
+            raise ConfigError(f"{where}: model_type {kind!r} is not supported (supported: {', '.join(FAMILIES)})")
+        family = FAMILIES[kind]
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise ConfigError(f"{where}: hidden_act {activation!r} is not supported (supported: silu)")
+        missing = {"num_key_value_heads": family.num_kv_heads, "head_dim": family.head_dim}
+        config = {**{key: value for key, value in missing.items() if value}, **config}
+        num_layers = _positive(config, "num_hidden_layers", where)
+        trained = int(config.get("max_position_embeddings") or family.max_position)
+        rope = RopeConfig.from_hf(config, where, family.max_position)
+        max_position = _context(config, rope, trained)
+        try:
+            windows = block_windows(family, config, num_layers, max_position)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
         return cls(
-            rope=RopeConfig.from_hf(config, where),
-            max_position=int(config.get("max_position_embeddings", 2048)),
+            rope=rope,
+            max_position=max_position,
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            qkv_bias=bias(family.qkv_bias, config),
+            o_bias=bias(family.o_bias, config),
+            mlp_bias=bias(family.mlp_bias, config),
+            qk_norm=family.qk_norm,
+            windows=windows,
             bos_token_id=_first_id(config.get("bos_token_id")),
             eos_token_ids=token_ids(config.get("eos_token_id")),
-            num_layers=_positive(config, "num_hidden_layers", where),
+            num_layers=num_layers,
+            model_type=kind,
             **_widths(config, where),
         )
 
@@ -265,6 +309,14 @@ def token_ids(value: Any) -> tuple[int, ...]:
 def _first_id(value: Any) -> int | None:
     ids = token_ids(value)
     return ids[0] if ids else None
+
+
+def _context(config: Mapping[str, Any], rope: RopeConfig, trained: int) -> int:
+    """Positions that a target may use. Stretched ropes outrun `max_position_embeddings` where that is the length before stretching:
+    always for "dynamic", and for "linear" where the file says so beside it (Vicuna 16k: max_sequence_length)."""
+    if rope.kind == "dynamic":
+        return int(trained * rope.factor)
+    return max(trained, int(config.get("max_sequence_length") or 0)) if rope.kind == "linear" else trained
 
 
 def _positive(config: Mapping[str, Any], key: str, where: str) -> int:

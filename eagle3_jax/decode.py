@@ -109,7 +109,7 @@ def prefill(target: Target, draft: Draft | None, request: Request, config: Decod
     C = config.steps
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     taps = draft.taps if draft is not None else ()
-    out = target_model.forward(target, request.prompts, positions, causal_mask(T), taps=taps)
+    out = target_model.forward(target, request.prompts, positions, causal_mask(T), taps=taps, prompt_B=request.lengths)
     cache = append(target.new_cache(B, config.slots), out.kv, None, request.lengths)
     last = (request.lengths - 1)[:, None, None]
     logits = target_model.logits(target, jnp.take_along_axis(out.hidden, last, axis=1)[:, 0])

@@ -264,9 +264,12 @@ def _run(
         width = _bucket(max(lengths[i] for i in batch))
         # As many rows for every batch of a width: one compilation per width.
         tokens = np.zeros((max(1, batch_tokens // width), width), np.int32)
+        # What stands before the first response, as far as one sequence can tell: later turns are other prompts when served.
+        prompts = np.zeros(len(tokens), np.int32)
         for b, i in enumerate(batch):
             tokens[b, : lengths[i]] = examples[i][0]
-        hidden32, tapped = (np.asarray(x) for x in _forward(target, taps, tokens))
+            prompts[b] = np.argmax(examples[i][1] > 0)
+        hidden32, tapped = (np.asarray(x) for x in _forward(target, taps, tokens, prompts))
         tapped = tapped.view(np.uint16)
         chosen: list[np.ndarray] = []
         at: list[np.ndarray] = []
@@ -283,10 +286,10 @@ def _run(
 
 
 @partial(jax.jit, static_argnums=1)
-def _forward(target: target_model.Target, taps: tuple[int, ...], tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward(target: target_model.Target, taps: tuple[int, ...], tokens_BT: jax.Array, prompt_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(hidden float32 [B, T, D], features bfloat16 [B, T, A]); right padding needs no mask, since no token reads what follows it."""
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-    out = target_model.forward(target, tokens_BT, positions, None, taps=taps)
+    out = target_model.forward(target, tokens_BT, positions, None, taps=taps, prompt_B=prompt_B)
     return out.hidden.astype(jnp.float32), out.features.astype(jnp.bfloat16)
 
 

@@ -23,17 +23,20 @@ class Sight(NamedTuple):
     """Which keys a query reads, without a mask of all pairs: those at or before its own place, of its own segment.
 
     at: int32 [B, C], each query's index among the keys. query_segment: int32 [B, C]. key_segment: int32 [B, T], -1: never read.
+    oldest: int32 [B, C], the first index that each query reads in a sliding window, or None.
     Query c must stand at most at c + T - C, so that a block of queries need not touch the keys behind it.
     """
 
     at: jax.Array
     query_segment: jax.Array
     key_segment: jax.Array
+    oldest: jax.Array | None = None
 
     def mask(self, queries: slice, keys: slice) -> jax.Array:
         """bool [B, c, t] of a block."""
         index = jnp.arange(keys.start, keys.stop, dtype=jnp.int32)
-        return _readable(self.at[:, queries], self.query_segment[:, queries], index, self.key_segment[:, keys])
+        oldest = None if self.oldest is None else self.oldest[:, queries]
+        return _readable(self.at[:, queries], self.query_segment[:, queries], index, self.key_segment[:, keys], oldest)
 
 
 def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight, block: int = 512) -> tuple[jax.Array, jax.Array]:
@@ -56,8 +59,9 @@ def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight,
     q = cut(q_BCNH * jnp.asarray(H**-0.5, q_BCNH.dtype), rows, more_rows)
     q = q.reshape(*q.shape[:3], K, G, H).transpose(0, 1, 3, 4, 2, 5).reshape(-1, B, K, G * rows, H)
     k, v = (cut(x, keys, more_keys).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
-    at, query_segment, key_segment = (jnp.broadcast_to(x, (B, x.shape[1])) for x in sight)
-    sight = Sight(cut(at, rows, more_rows, -1), cut(query_segment, rows, more_rows, -2), cut(key_segment, keys, more_keys, -1))
+    at, query_segment, key_segment, oldest = (None if x is None else jnp.broadcast_to(x, (B, x.shape[1])) for x in sight)
+    oldest = None if oldest is None else cut(oldest, rows, more_rows)
+    sight = Sight(cut(at, rows, more_rows, -1), cut(query_segment, rows, more_rows, -2), cut(key_segment, keys, more_keys, -1), oldest)
     pairs = np.asarray([(i, j) for i in range(len(q)) for j in range(-(-min(min((i + 1) * rows, C) + T - C, T) // keys))], np.int32)
     out, logsum = _flash(G, q, k, v, sight, jnp.asarray(pairs))  # pyright: ignore[reportGeneralTypeIssues]  # custom_vjp hides the type
 
@@ -69,9 +73,12 @@ def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight,
     return whole(out), whole(logsum)
 
 
-def _readable(at: jax.Array, query_segment: jax.Array, index: jax.Array, key_segment: jax.Array) -> jax.Array:
+def _readable(
+    at: jax.Array, query_segment: jax.Array, index: jax.Array, key_segment: jax.Array, oldest: jax.Array | None
+) -> jax.Array:
     """bool [B, c, t]."""
-    return (at[:, :, None] >= index[None, None]) & (query_segment[:, :, None] == key_segment[:, None])
+    seen = (at[:, :, None] >= index[None, None]) & (query_segment[:, :, None] == key_segment[:, None])
+    return seen if oldest is None else seen & (oldest[:, :, None] <= index[None, None])
 
 
 def _block_scores(
@@ -81,7 +88,7 @@ def _block_scores(
     s = jnp.einsum("BKXH,BKtH->BKXt", q_BKXH, k_BKtH, precision=precision(q_BKXH.dtype), preferred_element_type=jnp.float32)
     size = k_BKtH.shape[2]
     index = j * size + jnp.arange(size, dtype=jnp.int32)
-    mask = _readable(sight.at[i], sight.query_segment[i], index, sight.key_segment[j])
+    mask = _readable(sight.at[i], sight.query_segment[i], index, sight.key_segment[j], None if sight.oldest is None else sight.oldest[i])
     return s, jnp.tile(mask, (1, group, 1))[:, None]
 
 

@@ -34,10 +34,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """float32 [H/2] inverse wavelengths (radians per position), scaled as Hugging Face's `ROPE_INIT_FUNCTIONS` do."""
+    """float32 [H/2] inverse wavelengths (radians per position), scaled as Hugging Face's `ROPE_INIT_FUNCTIONS` do.
+
+    For "dynamic" those of contexts no longer than the original one.
+    """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inv = (1.0 / np.power(np.float32(rope.theta), exponent)).astype(np.float32)
-    if rope.kind == "default":
+    if rope.kind in ("default", "dynamic"):
         return inv
     if rope.kind == "linear":
         return (inv / np.float32(rope.factor)).astype(np.float32)
@@ -50,11 +53,31 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return scaled.astype(np.float32)
 
 
-def rotary(positions_BT: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each float32 [B, T, 1, H/2], from integer positions: computed, never read from a table that can be outrun."""
-    inv = jnp.asarray(inverse_frequencies(rope, head_dim))
-    angles = positions_BT.astype(jnp.float32)[..., None, None] * inv[None, None, None, :]
+def rotary(positions_BT: jax.Array, rope: RopeConfig, head_dim: int, context_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each float32 [B, T, 1, H/2], from integer positions: computed, never read from a table that can be outrun.
+
+    context_BT: the length of the context that each token is rotated for, which only "dynamic" asks for; None: the one it ends.
+    """
+    inv = jnp.asarray(inverse_frequencies(rope, head_dim))[None, None, None, :]
+    if rope.kind == "dynamic":
+        length = positions_BT + 1 if context_BT is None else context_BT
+        inv = inv * _dynamic_stretch(rope, head_dim, length)
+    angles = positions_BT.astype(jnp.float32)[..., None, None] * inv
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def _dynamic_stretch(rope: RopeConfig, head_dim: int, length_BT: jax.Array) -> jax.Array:
+    """float32 [B, T, 1, H/2]: what a context of this length does to each frequency; exactly 1 up to the original context.
+
+    The base grows by r^(H / (H - 2)), r = factor * length / original - (factor - 1), hence frequency i shrinks by r^(2i / (H - 2)).
+    """
+    if head_dim == 2:
+        return jnp.ones((*length_BT.shape, 1, 1), jnp.float32)
+    # From the excess over the original length, so that r is 1 there without rounding.
+    excess = jnp.maximum(length_BT - rope.original_max_position, 0).astype(jnp.float32)
+    log_r = jnp.log1p(excess * np.float32(rope.factor / rope.original_max_position))
+    share = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim - 2)
+    return jnp.exp(-log_r[..., None, None] * jnp.asarray(share)[None, None, None, :])
 
 
 def rotate(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -83,13 +83,18 @@ def compare(target: Target, prompts: Sequence[Sequence[int]], plain: Output, spe
         x, y = (a[same] if same < len(a) else None), (b[same] if same < len(b) else None)
         gap = edge = float("inf")
         if x is not None and y is not None:
-            gap, edge = score_gap(target, [*prompt, *a[:same]], x, y, s)
+            gap, edge = score_gap(target, [*prompt, *a[:same]], x, y, s, len(prompt))
         found.append(Divergence(row, len(prompt) + same, x, y, gap, edge))
     return Report(positions, found)
 
 
-def score_gap(target: Target, context: Sequence[int], x: int, y: int, settings: Settings) -> tuple[float, float]:
-    """(score of x minus score of y for the token after `context`, distance of the nearer of the two to its set's boundary)."""
+def score_gap(
+    target: Target, context: Sequence[int], x: int, y: int, settings: Settings, prompt_length: int | None = None
+) -> tuple[float, float]:
+    """(score of x minus score of y for the token after `context`, distance of the nearer of the two to its set's boundary).
+
+    prompt_length: how much of the context was the prompt (None: all), which `dynamic` rotary embedding depends on.
+    """
     n = len(context)
     padded = np.zeros((1, bucket(n, 16)), np.int32)
     padded[0, :n] = context
@@ -98,7 +103,7 @@ def score_gap(target: Target, context: Sequence[int], x: int, y: int, settings: 
     def sampling(top_k: int, top_p: float) -> Sampling:
         return Sampling(jnp.float32([settings.temperature]), jnp.int32([top_k]), jnp.float32([top_p]), words)
 
-    logits = _last_logits(target, jnp.asarray(padded), jnp.int32(n))
+    logits = _last_logits(target, jnp.asarray(padded), jnp.int32(n), jnp.int32([prompt_length or n]))
     if settings.temperature == 0:
         row = np.asarray(logits[0], np.float64)
         return float(row[x] - row[y]), float("inf")
@@ -124,9 +129,9 @@ def score_gap(target: Target, context: Sequence[int], x: int, y: int, settings: 
 
 
 @jax.jit
-def _last_logits(target: Target, tokens_1T: jax.Array, length: jax.Array) -> jax.Array:
+def _last_logits(target: Target, tokens_1T: jax.Array, length: jax.Array, prompt_1: jax.Array) -> jax.Array:
     T = tokens_1T.shape[1]
-    out = target_model.forward(target, tokens_1T, jnp.arange(T, dtype=jnp.int32)[None], causal_mask(T))
+    out = target_model.forward(target, tokens_1T, jnp.arange(T, dtype=jnp.int32)[None], causal_mask(T), prompt_B=prompt_1)
     return target_model.logits(target, jax.lax.dynamic_index_in_dim(out.hidden, length - 1, axis=1, keepdims=False))
 
 

@@ -1,4 +1,4 @@
-"""The frozen LLaMA-family target: (tokens, cache) -> hidden states, tapped features, the pass's own K/V."""
+"""The frozen target, LLaMA or one of its relatives (`families`): (tokens, cache) -> hidden states, tapped features, the pass's own K/V."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ class TargetBlock(nnx.Module):
         self.mlp_norm = param((D,), ("norm",), "ones")
         self.gate_up = param((D, 2, F), ("embed", None, "mlp"))
         self.down = param((F, D), ("mlp", "embed"))
-        if config.attention_bias:
+        if config.qk_norm:
+            self.q_norm = param((H,), ("norm",), "ones")
+            self.k_norm = param((H,), ("norm",), "ones")
+        if config.qkv_bias:
             self.qkv_bias = param((K, slots, H), ("kv_heads", None, None), "zeros")
+        if config.o_bias:
             self.o_bias = param((D,), ("norm",), "zeros")
         if config.mlp_bias:
             self.gate_up_bias = param((2, F), (None, "mlp"), "zeros")
@@ -81,22 +85,32 @@ def forward(
     earlier: list[BlockKV] | None = None,
     segments_BT: jax.Array | None = None,
     attention: str = "xla",
+    prompt_B: jax.Array | None = None,
 ) -> TargetOutput:
     """One pass over T tokens that read the cache's valid slots and, by mask, each other. Nothing is written.
 
     tokens, positions: int32; mask: bool [B or 1, T, T], True where the row's query may read the column's key;
     None: plain causal attention over these tokens alone, without a cache; with segments, int32 [B, T], a token reads its own only,
     and those of segment -1 are never read. attention: the implementation of that causal pass.
+    Sliding windows are no business of the mask: a block that has one narrows it by the positions, to which cache slots are equal.
     taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`, so that L is the final normed state.
-    earlier: per block, K/V of tokens that stand between cache and pass, as the `kv` of an earlier pass gives them; then the mask is
-    [B or 1, T, R] over theirs and the pass's own keys, and the `kv` returned holds both.
+    earlier: per block, K/V of tokens that stand between cache and pass, as the `kv` of an earlier pass gives them: passes of T tokens,
+    each one position on; then the mask is [B or 1, T, R] over theirs and the pass's own keys, and the `kv` returned holds both.
+    prompt_B: int32 [B], each row's prompt length, for `dynamic` rotary embedding: tokens of the prompt are rotated for a context of that
+    length, later ones (and all without it) for the context that each of them ends, so that no row depends on what else is in the pass.
     """
     c = target.config
     if mask_BTT is None and cache is not None:
         raise ValueError("a pass over a cache needs a mask")
     x = lookup(target.embed[...], tokens_BT)
     B, T, _ = x.shape
-    cos_sin = rotary(positions_BT, c.rope, c.head_dim)
+    context_BT = None if prompt_B is None or c.rope.kind != "dynamic" else jnp.maximum(positions_BT + 1, prompt_B[:, None])
+    cos_sin = rotary(positions_BT, c.rope, c.head_dim, context_BT)
+    # A window that reaches as far as this pass can costs nothing.
+    reach = T if cache is None else cache.slots
+    windows = [w if w is not None and w < reach else None for w in c.windows] or [None] * c.num_layers
+    passes = 0 if earlier is None else earlier[0][0].shape[1] // T
+    narrowed = {w: _narrow(mask_BTT, positions_BT, passes, w) for w in set(windows)} if mask_BTT is not None else {}
     features: dict[int, jax.Array] = {}
     kv: list[BlockKV] = []
     for i, block in enumerate(target.blocks):
@@ -104,15 +118,19 @@ def forward(
             features[i] = x
         u = rms_norm(x, block.attention_norm[...], c.rms_norm_eps)
         qkv = _project(block, "qkv", u)
-        q = rotate(qkv[..., :-2, :].reshape(B, T, c.num_heads, c.head_dim), cos_sin)
-        k, v = rotate(qkv[..., -2, :], cos_sin), qkv[..., -1, :]
+        q, k, v = qkv[..., :-2, :].reshape(B, T, c.num_heads, c.head_dim), qkv[..., -2, :], qkv[..., -1, :]
+        if c.qk_norm:
+            q, k = rms_norm(q, block.q_norm[...], c.rms_norm_eps), rms_norm(k, block.k_norm[...], c.rms_norm_eps)
+        q, k = rotate(q, cos_sin), rotate(k, cos_sin)
         if earlier is not None:
             k, v = jnp.concatenate([earlier[i][0], k], axis=1), jnp.concatenate([earlier[i][1], v], axis=1)
         kv.append((k, v))
         if mask_BTT is None:
-            attended = attend_causal(q, k, v, segments_BT, implementation=attention)
+            attended = attend_causal(q, k, v, segments_BT, implementation=attention, window=windows[i])
         else:
-            attended = attend(q, k, v, mask_BTT, None if cache is None else (cache.k[i], cache.v[i], cache.lengths))
+            cached = None if cache is None else (cache.k[i], cache.v[i], cache.lengths)
+            mask, oldest = narrowed[windows[i]]
+            attended = attend(q, k, v, mask, cached, oldest)
         x = x + _project(block, "o", attended.reshape(B, T, -1))
         u = rms_norm(x, block.mlp_norm[...], c.rms_norm_eps)
         gate_up = _project(block, "gate_up", u)
@@ -126,6 +144,18 @@ def forward(
 def output_head(target: Target) -> jax.Array:
     """[D, V]."""
     return target.embed[...].T if target.config.tie_embeddings else target.head[...]
+
+
+def _narrow(mask_BTR: jax.Array, positions_BT: jax.Array, passes: int, window: int | None) -> tuple[jax.Array, jax.Array | None]:
+    """The pass's mask and the oldest position [B, T] that each query may read in the cache, both as the window leaves them.
+
+    passes: how many earlier passes, each one position on, the mask's keys begin with.
+    """
+    if window is None:
+        return mask_BTR, None
+    oldest = positions_BT - (window - 1)
+    keys = jnp.concatenate([positions_BT - back for back in range(passes, -1, -1)], axis=1)
+    return mask_BTR & (keys[:, None, :] >= oldest[:, :, None]), oldest
 
 
 def logits(target: Target, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:

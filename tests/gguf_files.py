@@ -1,4 +1,4 @@
-"""Small GGUF files for the tests, written with the `gguf` package the way llama.cpp's converter lays out a LLaMA model."""
+"""Small GGUF files for the tests, written with the `gguf` package the way llama.cpp's converter lays out LLaMA and Qwen models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -41,18 +43,25 @@ def gguf_name(key: str) -> str:
     return f"{NAMES[stem]}.{kind}"
 
 
+def architecture_of(config: dict[str, Any]) -> str:
+    """GGUF's name of a model type: Mistral's tensors are LLaMA's, and so is its name."""
+    return {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+
+
 def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a LLaMA model with this Hugging Face configuration; unsigned integers, float32, strings."""
-    return {
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.key_length": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": config.get("rope_theta", 10000.0),
+    """The metadata of a model with this Hugging Face configuration; unsigned integers, float32, strings."""
+    values = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": config.get("rope_theta", 10000.0),
+    }
+    return {f"{architecture_of(config)}.{key}": value for key, value in values.items()} | {
         "tokenizer.ggml.bos_token_id": config["bos_token_id"],
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
     }
@@ -93,12 +102,13 @@ def write_gguf(
 
 
 def gguf_tensors(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Hugging Face tensors under their GGUF names, q and k interleaved."""
+    """Hugging Face tensors under their GGUF names, q and k of LLaMA interleaved."""
+    interleaved = architecture_of(config) == "llama"
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     result = {}
     for key, array in tensors.items():
         for part, count in heads.items():
-            if f".{part}." in key:
+            if interleaved and f".{part}." in key:
                 array = interleave(array, count)
         result[gguf_name(key)] = np.ascontiguousarray(array)
     return result

@@ -1,4 +1,4 @@
-"""Writes `tests/reference/*.npz`: logits that Hugging Face's PyTorch LLaMA gives. Needs torch and transformers, not JAX.
+"""Writes `tests/reference/*.npz`: numbers that Hugging Face's PyTorch models give. Needs torch and transformers, not JAX.
 
 python tests/make_reference.py                      # the tiny models of tiny_checkpoints.py
 python tests/make_reference.py --gguf FILE.gguf     # and SmolLM2-135M-Instruct from its GGUF file
@@ -11,7 +11,19 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from tiny_checkpoints import CASES, config_of, head_tensors, tensors_of, tokens_of, write_folder
+from tiny_checkpoints import (
+    CASES,
+    FAMILY_CASES,
+    KEPT,
+    NEW,
+    PASS,
+    config_of,
+    head_tensors,
+    prompts_of,
+    tensors_of,
+    tokens_of,
+    write_folder,
+)
 
 REFERENCE = Path(__file__).parent / "reference"
 QUESTION = "Write a short story about a clockmaker who repairs 3 watches in 1872, then list the steps of her work."
@@ -34,6 +46,41 @@ def tiny() -> None:
         arrays[f"{case}.logits"] = out.logits[0].numpy()
         arrays[f"{case}.tap1"] = out.hidden_states[1][0].numpy()
     np.savez_compressed(REFERENCE / "hf_tiny.npz", **arrays)
+
+
+def families() -> None:
+    """Of every family: logits [PASS / 3, V] of one pass, and the greedy continuation of each prompt, decoded alone with a cache."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM
+
+    arrays = {}
+    for case in FAMILY_CASES:
+        config = config_of(case)
+        with tempfile.TemporaryDirectory() as folder:
+            write_folder(Path(folder), config, tensors_of(config))
+
+            def load(folder: str = folder):
+                # Anew for every text: a model remembers the longest context that its dynamic rope has seen.
+                return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+            with torch.no_grad():
+                arrays[f"{case}.logits"] = load()(torch.tensor(tokens_of(config, PASS))[None]).logits[0, KEPT].numpy()
+                for i, prompt in enumerate(prompts_of(config)):
+                    ids = torch.tensor([prompt])
+                    out = load().generate(
+                        ids,
+                        attention_mask=torch.ones_like(ids),
+                        do_sample=False,
+                        min_new_tokens=NEW,
+                        max_new_tokens=NEW,
+                        eos_token_id=None,
+                        output_logits=True,
+                        return_dict_in_generate=True,
+                    )
+                    top = torch.stack(out.logits)[:, 0].topk(2).values
+                    arrays[f"{case}.text{i}"] = out.sequences[0, len(prompt) :].numpy().astype(np.int32)
+                    arrays[f"{case}.gap{i}"] = np.float32((top[:, 0] - top[:, 1]).min())
+    np.savez_compressed(REFERENCE / "hf_families.npz", **arrays)
 
 
 def torch_files() -> None:
@@ -87,6 +134,7 @@ def main() -> None:
     arguments = parser.parse_args()
     REFERENCE.mkdir(exist_ok=True)
     tiny()
+    families()
     torch_files()
     if arguments.gguf:
         smollm2(arguments.gguf)

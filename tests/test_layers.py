@@ -60,6 +60,23 @@ def test_llama3_uses_all_three_bands():
     assert np.sum(between) > 2
 
 
+def test_dynamic_scaling_follows_its_formula_for_each_token_alone():
+    """Up to the original context exactly the plain angles; beyond, a larger base by the context of each token alone."""
+    plain, H = RopeConfig(theta=10000.0), 16
+    rope = RopeConfig(theta=10000.0, kind="dynamic", factor=4.0, original_max_position=32)
+    positions = jnp.arange(96, dtype=jnp.int32)[None]
+    cos, sin = rotary(positions, rope, H)
+    np.testing.assert_array_equal(cos[:, :32], rotary(positions, plain, H)[0][:, :32])
+    alone = rotary(positions[:, 70:71], rope, H)
+    np.testing.assert_allclose(alone[1], sin[:, 70:71], atol=1e-6)
+    for position, context in ((70, 71), (3, 96), (40, 96)):
+        base = 10000.0 * (4.0 * context / 32 - 3.0) ** (H / (H - 2))
+        angle = position * base ** (-np.arange(0, H, 2) / H)
+        got = rotary(jnp.int32([[position]]), rope, H, jnp.int32([[context]]))
+        np.testing.assert_allclose(got[0][0, 0, 0], np.cos(angle), atol=1e-5)
+        np.testing.assert_allclose(got[1][0, 0, 0], np.sin(angle), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_rotation_is_half_split(name: str):
     """Pair (x[i], x[i + H/2]) turns by position * frequency[i]; large positions keep their accuracy."""
@@ -133,6 +150,9 @@ def test_rope_config_reads_both_spellings():
     assert RopeConfig.from_hf({"rope_theta": 77.0, "rope_scaling": None}) == RopeConfig(theta=77.0)
     linear = RopeConfig.from_hf({"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert linear == RopeConfig(theta=5.0, kind="linear", factor=2.0) == RopeConfig.from_hf(linear.to_hf())
+    dynamic = RopeConfig.from_hf({"rope_theta": 5.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 99})
+    assert dynamic == RopeConfig(theta=5.0, kind="dynamic", factor=2.0, original_max_position=99)
+    assert RopeConfig.from_hf({**dynamic.to_hf(), "max_position_embeddings": 99}) == dynamic
 
 
 @pytest.mark.parametrize(
@@ -141,6 +161,12 @@ def test_rope_config_reads_both_spellings():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}, "max_position_embeddings": 99},
+            "original_max_position_embeddings 9 differs",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
             "original_max_position",

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import gguf_tensors, interleave, metadata_of, write_gguf
+from gguf_files import architecture_of, gguf_tensors, interleave, metadata_of, write_gguf
 from test_weights_target import REFERENCE, run
 from tiny_checkpoints import BASE, config_of, tensors_of, tokens_of, write_folder
 
@@ -24,6 +24,7 @@ WIDE = BASE | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads"
 
 
 def write(path: Path, config: dict[str, Any] = WIDE, changes: dict[str, Any] | None = None, **options: Any) -> Path:
+    options = {"architecture": architecture_of(config)} | options
     return write_gguf(path, metadata_of(config) | (changes or {}), gguf_tensors(config, tensors_of(config)), **options)
 
 
@@ -47,6 +48,24 @@ def test_equals_the_hugging_face_folder_and_its_logits(case: str, tmp_path: Path
     assert same(target, folder)
     logits, _ = run(target, tokens_of(config))
     np.testing.assert_allclose(logits, np.load(REFERENCE / "hf_tiny.npz")[f"{case}.logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen2_tied", "qwen3"])
+def test_other_architectures_equal_the_hugging_face_folder(case: str, tmp_path: Path):
+    """Their names for biases and norms, and no interleaving of q and k."""
+    config = config_of(case)
+    target = load_target(write(tmp_path / "model.gguf", config))
+    folder = load_target(write_folder(tmp_path / "hf", config, tensors_of(config)))
+    assert target.config == folder.config
+    assert same(target, folder)
+
+
+def test_a_sliding_window_is_read(tmp_path: Path):
+    config = config_of("mistral_window")
+    path = write(tmp_path / "model.gguf", config, {"llama.attention.sliding_window": 8})
+    folder = load_target(write_folder(tmp_path / "hf", config, tensors_of(config)))
+    assert load_target(path).config.windows == folder.config.windows == (8, 8)
+    assert load_target(write(tmp_path / "none.gguf", config)).config.windows == ()
 
 
 # Largest error as a share of a row's largest weight: half a step of each type.
@@ -81,6 +100,25 @@ def test_q6_k(tmp_path: Path):
     np.testing.assert_array_equal(GGUFFile(tmp_path / "q6.gguf").read("x"), [[-27.0] + [-32.0] * 255])
 
 
+def test_q4_k(tmp_path: Path):
+    """One block of 256 weights by hand: scale 0.5, offset 0.25, eight groups of 32 with 6-bit scales and minima packed in 12 bytes."""
+    scales, minima = np.array([1, 2, 3, 4, 5, 6, 40, 63]), np.array([0, 1, 2, 3, 17, 33, 50, 63])
+    quants = np.random.default_rng(0).integers(0, 16, (8, 32))
+    packed = np.zeros(12, np.uint8)
+    packed[:4], packed[4:8] = scales[:4] | (scales[4:] >> 4) << 6, minima[:4] | (minima[4:] >> 4) << 6
+    packed[8:] = (scales[4:] & 15) | (minima[4:] & 15) << 4
+    nibbles = (quants[0::2] | quants[1::2] << 4).astype(np.uint8)
+    block = np.concatenate([np.float16([0.5, 0.25]).view(np.uint8), packed, nibbles.reshape(-1)])
+    writer = gguf.GGUFWriter(tmp_path / "q4.gguf", "llama")
+    writer.add_tensor("x", block[None], raw_dtype=Kind.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    want = 0.5 * scales[:, None] * quants - 0.25 * minima[:, None]
+    np.testing.assert_array_equal(GGUFFile(tmp_path / "q4.gguf").read("x"), want.reshape(1, 256))
+
+
 def test_an_unsupported_storage_type_is_named(tmp_path: Path):
     with pytest.raises(WeightsError, match=r"model\.gguf: tensor 'token_embd\.weight' is stored as Q5_0"):
         load_target(write(tmp_path / "model.gguf", kind=Kind.Q5_0))
@@ -93,6 +131,7 @@ def test_an_unsupported_storage_type_is_named(tmp_path: Path):
         ({"llama.rope.scaling.type": "linear"}, r"llama\.rope\.scaling\.factor"),
         ({"llama.expert_count": 8}, "expert_count 8"),
         ({"llama.rope.dimension_count": 8}, "dimension_count 8"),
+        ({"llama.attention.value_length": 8}, "value_length 8"),
         ({"llama.block_count": None}, r"llama\.block_count"),
         ({"split.count": 3}, "one of 3 parts"),
         ({"llama.block_count": 3}, r"blk\.2\.attn_k\.weight.*missing"),
@@ -107,8 +146,8 @@ def test_files_that_are_refused(changes: dict[str, Any], message: str, tmp_path:
 
 
 def test_another_architecture_is_named(tmp_path: Path):
-    with pytest.raises(WeightsError, match=r"general\.architecture 'qwen2'"):
-        load_target(write(tmp_path / "model.gguf", architecture="qwen2"))
+    with pytest.raises(WeightsError, match=r"general\.architecture 'gemma3' .*supported: llama, qwen2, qwen3"):
+        load_target(write(tmp_path / "model.gguf", architecture="gemma3"))
 
 
 def test_damaged_files_are_named(tmp_path: Path):

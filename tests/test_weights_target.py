@@ -210,7 +210,7 @@ def test_unsupported_stored_types_are_named(tmp_path: Path):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope type 'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ({"model_type": "qwen2"}, "model_type 'qwen2'"),
+        ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"hidden_size": None}, "hidden_size"),

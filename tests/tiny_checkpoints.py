@@ -1,4 +1,7 @@
-"""Tiny random LLaMA checkpoints, made alike by the tests and by `make_reference.py` (numpy and safetensors only, no JAX, no torch)."""
+"""Tiny random checkpoints of LLaMA and its relatives, made alike by the tests and by `make_reference.py`.
+
+numpy and safetensors only, no JAX, no torch.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,24 @@ CASES: dict[str, dict[str, Any]] = {
     "linear_old_spelling": {"rope_scaling": {"type": "linear", "factor": 4.0}, "num_key_value_heads": 4},
     "no_head_dim": {"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
 }
+# One per family and per thing that sets it apart; contexts and windows short enough that 48 tokens leave them behind.
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+FAMILY_CASES: dict[str, dict[str, Any]] = {
+    "llama_dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 32},
+    "vicuna_linear": {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 16, "max_sequence_length": 64},
+    "mistral_window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8, "head_dim": None},
+    "qwen2_tied": QWEN2 | {"tie_word_embeddings": True},
+    "qwen2_upper_window": QWEN2 | WINDOW | {"max_window_layers": 1},
+    "qwen3": QWEN3,
+    "qwen3_biases_window_by_layer": QWEN3 | WINDOW | {"attention_bias": True, "layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
 def config_of(case: str) -> dict[str, Any]:
     """The `config.json` of one case."""
-    return {key: value for key, value in (BASE | CASES[case]).items() if value is not None}
+    return {key: value for key, value in (BASE | (CASES | FAMILY_CASES)[case]).items() if value is not None}
 
 
 def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
@@ -55,6 +71,7 @@ def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     N, K = config["num_attention_heads"], config["num_key_value_heads"]
     H = config.get("head_dim") or D // N
+    kind = config["model_type"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
@@ -67,12 +84,18 @@ def tensors_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         "mlp.up_proj": (F, D),
         "mlp.down_proj": (D, F),
     }
+
+    def always_biased(name: str) -> bool:
+        return kind == "qwen2" and name.removeprefix("self_attn.") in ("q_proj", "k_proj", "v_proj")
+
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         shapes |= {f"{layer}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        if kind == "qwen3":
+            shapes |= {f"{layer}.self_attn.{norm}.weight": (H,) for norm in ("q_norm", "k_norm")}
         for name, shape in projections.items():
             shapes[f"{layer}.{name}.weight"] = shape
-            if config["attention_bias" if name.startswith("self_attn") else "mlp_bias"]:
+            if always_biased(name) or config["attention_bias" if name.startswith("self_attn") else "mlp_bias"]:
                 shapes[f"{layer}.{name}.bias"] = shape[:1]
     random = np.random.default_rng(seed)
     tensors = {}
@@ -114,6 +137,15 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.nda
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+# What the recorded numbers of FAMILY_CASES cover: a pass over PASS tokens, of which every third position is kept, and greedy text.
+PASS, KEPT, NEW = 48, slice(2, None, 3), 24
+
+
+def prompts_of(config: dict[str, Any]) -> list[list[int]]:
+    """A prompt within every context and window's reach of a switch, and one that is longer than all of them."""
+    return [tokens_of(config, 20).tolist(), tokens_of(config, 40)[::-1].tolist()]
 
 
 def tokens_of(config: dict[str, Any], length: int = 40) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""GGUF files of LLaMA-family models: configuration and weights, dequantised with the `gguf` package."""
+"""GGUF files of the architectures llama, qwen2 and qwen3: configuration and weights, dequantised with the `gguf` package."""
 
 from __future__ import annotations
 
@@ -11,11 +11,32 @@ import numpy as np
 from gguf.quants import dequantize
 
 from eagle3_jax.config import RopeConfig, TargetConfig
+from eagle3_jax.families import FAMILIES
 from eagle3_jax.layers import inverse_frequencies
-from eagle3_jax.target import Target, parts
-from eagle3_jax.weights.table import Row, WeightsError, check_keys, projection_rows, read_rows
+from eagle3_jax.target import Target
+from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
+from eagle3_jax.weights.target_rows import target_rows
 
-QUANTIZATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q6_K")
+QUANTIZATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+# Whether the rows of q and k are stored in the interleaved rotary order. Mistral's files call themselves llama.
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+NAMES = {
+    "embed": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "block": "blk.{}",
+    "attention_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -71,55 +92,50 @@ class GGUFFile:
 
 def gguf_config(file: GGUFFile) -> TargetConfig:
     """The target's shape from the file's metadata. Raises WeightsError for another architecture, rope type or a split file."""
-    architecture = file.need("general.architecture")
-    if architecture != "llama":
-        raise WeightsError(f"{file.path}: general.architecture {architecture!r} is not supported (supported: llama)")
-    if file.get("llama.expert_count", 0):
-        raise WeightsError(f"{file.path}: llama.expert_count {file.get('llama.expert_count')}: mixtures of experts are not supported")
+    kind = file.need("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise WeightsError(f"{file.path}: general.architecture {kind!r} is not supported (supported: {', '.join(ARCHITECTURES)})")
+    if file.get(f"{kind}.expert_count", 0):
+        raise WeightsError(f"{file.path}: {kind}.expert_count {file.get(f'{kind}.expert_count')}: mixtures of experts are not supported")
     if file.get("split.count", 1) > 1:
         raise WeightsError(f"{file.path}: one of {file.get('split.count')} parts; merge them into one file (llama-gguf-split --merge)")
     if "token_embd.weight" not in file.tensors:
         raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
-    heads, hidden = int(file.need("llama.attention.head_count")), int(file.need("llama.embedding_length"))
-    head_dim = int(file.get("llama.attention.key_length", hidden // heads))
-    rotated = int(file.get("llama.rope.dimension_count", head_dim))
-    if rotated != head_dim:
-        raise WeightsError(f"{file.path}: llama.rope.dimension_count {rotated} differs from the head width {head_dim}: not supported")
-    eos = {file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")}
+    heads, hidden = int(file.need(f"{kind}.attention.head_count")), int(file.need(f"{kind}.embedding_length"))
+    head_dim = int(file.get(f"{kind}.attention.key_length", hidden // heads))
+    for key in (f"{kind}.rope.dimension_count", f"{kind}.attention.value_length"):
+        if int(file.get(key, head_dim)) != head_dim:
+            raise WeightsError(f"{file.path}: {key} {file.get(key)} differs from the head width {head_dim}: not supported")
+    layers, max_position = int(file.need(f"{kind}.block_count")), int(file.need(f"{kind}.context_length"))
+    window = int(file.get(f"{kind}.attention.sliding_window", 0))
+    eos = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")}
     return TargetConfig(
         vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
         hidden_size=hidden,
-        intermediate_size=int(file.need("llama.feed_forward_length")),
-        num_layers=int(file.need("llama.block_count")),
+        intermediate_size=int(file.need(f"{kind}.feed_forward_length")),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(file.get("llama.attention.head_count_kv", heads)),
+        num_kv_heads=int(file.get(f"{kind}.attention.head_count_kv", heads)),
         head_dim=head_dim,
-        max_position=int(file.need("llama.context_length")),
+        max_position=max_position,
         # Stored as float32: 9.99999975e-06 is 1e-5.
-        rms_norm_eps=float(f"{file.need('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        rope=_rope(file, head_dim),
+        rms_norm_eps=float(f"{file.need(f'{kind}.attention.layer_norm_rms_epsilon'):.6g}"),
+        rope=_rope(file, kind, head_dim),
         tie_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        qk_norm=FAMILIES[kind].qk_norm,
+        windows=(window,) * layers if 0 < window < max_position else (),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(sorted(int(i) for i in eos if i is not None)),
+        model_type=kind,
     )
 
 
 def gguf_rows(config: TargetConfig) -> list[Row]:
-    """The table of a LLaMA GGUF file."""
-    rows = [Row("token_embd.weight", "embed"), Row("output_norm.weight", "norm")]
-    if not config.tie_embeddings:
-        rows.append(Row("output.weight", "head", transpose=True))
-    norms = {"attn_norm": "attention_norm", "ffn_norm": "mlp_norm"}
-    attention = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
-    mlp = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
-    for i in range(config.num_layers):
-        rows += [Row(f"blk.{i}.{key}.weight", f"blocks.{i}.{path}") for key, path in norms.items()]
-        for names, bias in ((attention, config.attention_bias), (mlp, config.mlp_bias)):
-            for key, name in names.items():
-                rows += projection_rows(f"blk.{i}.{key}", name, f"blocks.{i}", parts(config), bias)
-    return rows
+    """The table of a GGUF file."""
+    return target_rows(config, NAMES)
 
 
 def load_gguf(path: Path, dtype: np.dtype) -> Target:
@@ -131,6 +147,8 @@ def load_gguf(path: Path, dtype: np.dtype) -> Target:
 
     def read(key: str) -> np.ndarray:
         array = file.read(key)
+        if not ARCHITECTURES[config.model_type]:
+            return array
         for part, heads in (("attn_q", config.num_heads), ("attn_k", config.num_kv_heads)):
             if f".{part}." in key:
                 return unpermute(array, heads)
@@ -146,13 +164,13 @@ def unpermute(array: np.ndarray, heads: int) -> np.ndarray:
     return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
-def _rope(file: GGUFFile, head_dim: int) -> RopeConfig:
-    theta = float(f"{file.get('llama.rope.freq_base', 10000.0):.7g}")
-    kind = file.get("llama.rope.scaling.type", "none")
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=float(file.need("llama.rope.scaling.factor")))
-    if kind != "none":
-        raise WeightsError(f"{file.path}: llama.rope.scaling.type {kind!r} is not supported (supported: none, linear)")
+def _rope(file: GGUFFile, kind: str, head_dim: int) -> RopeConfig:
+    theta = float(f"{file.get(f'{kind}.rope.freq_base', 10000.0):.7g}")
+    scaling = file.get(f"{kind}.rope.scaling.type", "none")
+    if scaling == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=float(file.need(f"{kind}.rope.scaling.factor")))
+    if scaling != "none":
+        raise WeightsError(f"{file.path}: {kind}.rope.scaling.type {scaling!r} is not supported (supported: none, linear)")
     if ROPE_FACTORS not in file.tensors:
         return RopeConfig(theta=theta)
     # llama3 scaling is stored as one divisor per frequency; its parameters must be found again.

@@ -1,4 +1,4 @@
-"""Targets in Hugging Face folders (LlamaForCausalLM): config.json, generation_config.json, the tokenizer's files, safetensors."""
+"""Targets in Hugging Face folders: config.json, generation_config.json, the tokenizer's files, safetensors."""
 
 from __future__ import annotations
 
@@ -10,28 +10,35 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import ConfigError, TargetConfig, read_json, token_ids
-from eagle3_jax.target import Target, parts
-from eagle3_jax.weights.table import Row, WeightsError, check_keys, projection_rows, read_rows
+from eagle3_jax.target import Target
+from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
+from eagle3_jax.weights.target_rows import target_rows
 from eagle3_jax.weights.tensor_files import TensorFiles
 
-NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-ATTENTION = {"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "o"}
-MLP = {"mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down"}
+NAMES = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "block": "model.layers.{}",
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 # Old checkpoints carry the rotary frequencies, which the configuration determines.
 ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
 
 
 def hf_rows(config: TargetConfig) -> list[Row]:
-    """The table of LlamaForCausalLM."""
-    rows = [Row("model.embed_tokens.weight", "embed"), Row("model.norm.weight", "norm")]
-    if not config.tie_embeddings:
-        rows.append(Row("lm_head.weight", "head", transpose=True))
-    for i in range(config.num_layers):
-        rows += [Row(f"model.layers.{i}.{key}.weight", f"blocks.{i}.{path}") for key, path in NORMS.items()]
-        for names, bias in ((ATTENTION, config.attention_bias), (MLP, config.mlp_bias)):
-            for key, name in names.items():
-                rows += projection_rows(f"model.layers.{i}.{key}", name, f"blocks.{i}", parts(config), bias)
-    return rows
+    """The table of a causal language model as Transformers saves it."""
+    return target_rows(config, NAMES)
 
 
 def hf_config(folder: Path) -> TargetConfig:
