@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.families import FAMILIES, bias, block_windows
+from eagle3_jax.families import FAMILIES, block_windows
+
+
+MOST_BLOCKS = 10_000
+"""A target that says it has more is damaged; said before a table of a billion rows is made of it."""
 
 
 class ConfigError(ValueError):
@@ -40,40 +45,46 @@ class RopeConfig:
         max_position: the context that `dynamic` scaling starts from, where the config has no `max_position_embeddings`.
         Raises ConfigError for a rope type that is not supported, naming it, and for a missing or contradictory key.
         """
-        scaling = dict(config.get("rope_scaling") or {})
-        scaling.update(config.get("rope_parameters") or {})
-        if any(isinstance(value, Mapping) for value in scaling.values()):
-            raise ConfigError(f"{where}: rope_parameters by layer type are not supported (supported: one set for all layers)")
-        theta = scaling.get("rope_theta", config.get("rope_theta"))
-        theta = 10000.0 if theta is None else float(theta)
+        scaling: dict[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            given = config.get(name) or {}
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"{where}: {name} must be an object or null, found {given!r}")
+            if any(isinstance(value, Mapping) for value in given.values()):
+                raise ConfigError(f"{where}: {name} by layer type is not supported (supported: one set for all layers)")
+            scaling |= given
+        theta = number(scaling if scaling.get("rope_theta") is not None else config, "rope_theta", where, 10000.0)
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
         if kind == "default":
             return cls(theta=theta)
         if kind not in ("linear", "dynamic", "llama3"):
             raise ConfigError(f"{where}: rope type {kind!r} is not supported (supported: default, linear, dynamic, llama3)")
-        try:
-            factor = float(scaling["factor"])
-            if kind == "linear":
-                return cls(theta=theta, kind=kind, factor=factor)
-            if kind == "dynamic":
-                # Hugging Face scales from max_position_embeddings on, whatever else a file may say.
-                original = int(config.get("max_position_embeddings") or max_position)
-                if int(scaling.get("original_max_position_embeddings") or original) != original:
-                    raise ConfigError(
-                        f"{where}: original_max_position_embeddings {scaling['original_max_position_embeddings']} differs from "
-                        f"max_position_embeddings {original}, from which rope type 'dynamic' scales"
-                    )
-                return cls(theta=theta, kind=kind, factor=factor, original_max_position=original)
-            return cls(
-                theta=theta,
-                kind=kind,
-                factor=factor,
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_max_position=int(scaling["original_max_position_embeddings"]),
-            )
-        except KeyError as missing:
-            raise ConfigError(f"{where}: rope type {kind!r} needs the key {missing}") from None
+
+        def need(key: str) -> float:
+            if scaling.get(key) is None:
+                raise ConfigError(f"{where}: rope type {kind!r} needs the key {key!r}")
+            return number(scaling, key, where)
+
+        factor = need("factor")
+        if kind == "linear":
+            return cls(theta=theta, kind=kind, factor=factor)
+        if kind == "dynamic":
+            # Hugging Face scales from max_position_embeddings on, whatever else a file may say.
+            original = int(number(config, "max_position_embeddings", where, max_position))
+            if number(scaling, "original_max_position_embeddings", where, original) != original:
+                raise ConfigError(
+                    f"{where}: original_max_position_embeddings {scaling['original_max_position_embeddings']} differs from "
+                    f"max_position_embeddings {original}, from which rope type 'dynamic' scales"
+                )
+            return cls(theta=theta, kind=kind, factor=factor, original_max_position=original)
+        return cls(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            low_freq_factor=need("low_freq_factor"),
+            high_freq_factor=need("high_freq_factor"),
+            original_max_position=int(need("original_max_position_embeddings")),
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of both spellings, so that old and new readers find the same rotary embedding.
@@ -142,9 +153,15 @@ class TargetConfig:
         missing = {"num_key_value_heads": family.num_kv_heads, "head_dim": family.head_dim}
         config = {**{key: value for key, value in missing.items() if value}, **config}
         num_layers = _positive(config, "num_hidden_layers", where)
-        trained = int(config.get("max_position_embeddings") or family.max_position)
+        if num_layers > MOST_BLOCKS:
+            raise ConfigError(f"{where}: num_hidden_layers {num_layers} is no depth of a model")
+        trained = int(number(config, "max_position_embeddings", where, family.max_position))
         rope = RopeConfig.from_hf(config, where, family.max_position)
-        max_position = _context(config, rope, trained)
+        max_position = _context(config, rope, trained, where)
+
+        def settle(bias: bool | str) -> bool:
+            return _flag(config, bias, where) if isinstance(bias, str) else bias
+
         try:
             windows = block_windows(family, config, num_layers, max_position)
         except ValueError as error:
@@ -152,14 +169,14 @@ class TargetConfig:
         return cls(
             rope=rope,
             max_position=max_position,
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=bias(family.qkv_bias, config),
-            o_bias=bias(family.o_bias, config),
-            mlp_bias=bias(family.mlp_bias, config),
+            tie_embeddings=_flag(config, "tie_word_embeddings", where),
+            qkv_bias=settle(family.qkv_bias),
+            o_bias=settle(family.o_bias),
+            mlp_bias=settle(family.mlp_bias),
             qk_norm=family.qk_norm,
             windows=windows,
-            bos_token_id=_first_id(config.get("bos_token_id")),
-            eos_token_ids=token_ids(config.get("eos_token_id")),
+            bos_token_id=next(iter(token_ids(config.get("bos_token_id"), where)), None),
+            eos_token_ids=token_ids(config.get("eos_token_id"), where),
             num_layers=num_layers,
             model_type=kind,
             **_widths(config, where),
@@ -299,24 +316,38 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """The ids of a config field that may be an int, a list or null."""
+def token_ids(value: Any, where: str = "config") -> tuple[int, ...]:
+    """The ids of a config field that may be an int, a list or null. Raises ConfigError for anything else."""
     if value is None:
         return ()
-    return tuple(int(i) for i in value) if isinstance(value, (list, tuple)) else (int(value),)
+    ids = value if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(f"{where}: token ids must be an int, a list of ints or null, found {value!r}")
+    return tuple(ids)
 
 
-def _first_id(value: Any) -> int | None:
-    ids = token_ids(value)
-    return ids[0] if ids else None
-
-
-def _context(config: Mapping[str, Any], rope: RopeConfig, trained: int) -> int:
+def _context(config: Mapping[str, Any], rope: RopeConfig, trained: int, where: str) -> int:
     """Positions that a target may use. Stretched ropes outrun `max_position_embeddings` where that is the length before stretching:
     always for "dynamic", and for "linear" where the file says so beside it (Vicuna 16k: max_sequence_length)."""
     if rope.kind == "dynamic":
         return int(trained * rope.factor)
-    return max(trained, int(config.get("max_sequence_length") or 0)) if rope.kind == "linear" else trained
+    return max(trained, int(number(config, "max_sequence_length", where, trained))) if rope.kind == "linear" else trained
+
+
+def number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """A positive finite number; a missing or null key is `default`. Raises ConfigError naming the key."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {key} must be a positive number, found {value!r}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:
+    value = config.get(key)
+    if value not in (None, True, False):
+        raise ConfigError(f"{where}: {key} must be true or false, found {value!r}")
+    return bool(value)
 
 
 def _positive(config: Mapping[str, Any], key: str, where: str) -> int:
@@ -326,21 +357,23 @@ def _positive(config: Mapping[str, Any], key: str, where: str) -> int:
     return value
 
 
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without its nulls."""
+    return {key: value for key, value in config.items() if value is not None}
+
+
 def _widths(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields that target and draft configurations share."""
     heads = _positive(config, "num_attention_heads", where)
     hidden = _positive(config, "hidden_size", where)
-    head_dim = config.get("head_dim")
-    if head_dim is None:
-        if hidden % heads:
-            raise ConfigError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; name head_dim")
-        head_dim = hidden // heads
+    if config.get("head_dim") is None and hidden % heads:
+        raise ConfigError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; name head_dim")
     return {
         "vocab_size": _positive(config, "vocab_size", where),
         "hidden_size": hidden,
         "intermediate_size": _positive(config, "intermediate_size", where),
         "num_heads": heads,
-        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(head_dim),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "num_kv_heads": _positive({"num_key_value_heads": heads, **_given(config)}, "num_key_value_heads", where),
+        "head_dim": _positive({"head_dim": hidden // heads, **_given(config)}, "head_dim", where),
+        "rms_norm_eps": number(config, "rms_norm_eps", where, 1e-6),
     }

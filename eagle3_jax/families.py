@@ -39,11 +39,6 @@ FAMILIES = {
 }
 
 
-def bias(rule: bool | str, config: Mapping[str, Any]) -> bool:
-    """A bias rule of a family, settled by the configuration."""
-    return bool(config.get(rule, False)) if isinstance(rule, str) else rule
-
-
 def block_windows(family: Family, config: Mapping[str, Any], num_layers: int, max_position: int) -> tuple[int | None, ...]:
     """Per block the number of last positions that a query reads, its own included, or None for all; () when no block has a window.
 

@@ -76,6 +76,49 @@ TWO_ENDS = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
+# Mistral 7B: roles must alternate, and a space stands between an answer's end and the next question.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ m['content'] + eos_token + ' ' }}{% endif %}{% endfor %}"
+)
+# TinyLlama, Zephyr: line breaks of the template's own lines, and turns that all end in the end-of-sequence token.
+TINYLLAMA = (
+    "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
+    "{% elif m['role'] == 'assistant' %}\n{{ '<|assistant|>\n' + m['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+# LLaMA 3.1 and 3.2: a system turn with dates, written whether there is a system message or not.
+LLAMA31 = (
+    "{{- bos_token }}{%- set date = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}"
+    "{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: ' + date + '\n\n' }}"
+    "{{- system + '<|eot_id|>' }}{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+# Qwen2.5: its own system message where there is none, another one with tools.
+QWEN25 = (
+    "{%- if tools %}{{- '<|im_start|>system\n# Tools<|im_end|>\n' }}{%- elif messages[0]['role'] == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'user' or (m.role == 'system' and not loop.first)"
+    " or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# DeepSeek-R1-Distill: the system message stands bare behind BOS, answers lose their reasoning, the prompt opens the next one's.
+R1_DISTILL = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{% set ns = namespace(system='') %}"
+    "{%- for m in messages %}{%- if m['role'] == 'system' %}{% set ns.system = m['content'] %}{%- endif %}{%- endfor %}"
+    "{{ bos_token }}{{ ns.system }}{%- for m in messages %}{%- if m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}{%- endif %}"
+    "{%- if m['role'] == 'assistant' and m['content'] is not none %}{% set content = m['content'] %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|Assistant|>' + content + '<|end|>' }}{%- endif %}{%- endfor -%}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
+)
 
 TWO_TURNS_RECORD = {
     "messages": [
@@ -162,6 +205,12 @@ FAMILIES = {
     "reasoning": lambda: byte_tokenizer(REASONING, ("<|User|>", "<|Assistant|>"), bos="<|begin|>", eos="<|end|>", add_bos=True),
     "opens-reasoning": lambda: byte_tokenizer(OPENS_REASONING, ("<|User|>", "<|Assistant|>"), bos="<|begin|>", eos="<|end|>", add_bos=True),
     "hybrid": lambda: byte_tokenizer(HYBRID, eos="<|im_end|>"),
+    "mistral": lambda: byte_tokenizer(MISTRAL, (), bos="<s>", eos="</s>", add_bos=True),
+    "mistral-spaces": lambda: space_tokenizer(MISTRAL),
+    "tinyllama": lambda: byte_tokenizer(TINYLLAMA, (), bos="<s>", eos="</s>", add_bos=True),
+    "llama31": lambda: llama3(LLAMA31),
+    "qwen25": lambda: byte_tokenizer(QWEN25, eos="<|im_end|>"),
+    "r1-distill": lambda: byte_tokenizer(R1_DISTILL, ("<|User|>", "<|Assistant|>"), bos="<|begin|>", eos="<|end|>", add_bos=True),
     "rewriting": lambda: byte_tokenizer(REWRITING, eos="<|im_end|>"),
     "system-last": lambda: byte_tokenizer(SYSTEM_LAST, (), eos="</s>"),
     "unclosed": lambda: byte_tokenizer(UNCLOSED, ("<|user|>", "<|assistant|>", "<|system|>"), eos="<|endoftext|>"),

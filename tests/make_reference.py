@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 from tiny_checkpoints import (
+    BASE,
     CASES,
     FAMILY_CASES,
     KEPT,
     NEW,
     PASS,
+    TORCH_CASE,
     config_of,
     head_tensors,
     prompts_of,
@@ -84,10 +86,12 @@ def families() -> None:
 
 
 def torch_files() -> None:
-    """A head in PyTorch's format, and a state dict with every storage type and views that share or stride a storage."""
+    """A target and a head in float16, as torch saves them; every storage type, and views that share or stride a storage."""
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.save({key: torch.tensor(array) for key, array in head_tensors()[1].items()}, REFERENCE / "torch_head.bin")
+    target = {key: torch.tensor(array).to(torch.float16) for key, array in tensors_of(BASE | TORCH_CASE).items()}
+    torch.save(target, REFERENCE / "torch_target.bin")
     base = torch.arange(24, dtype=torch.float32)
     kinds = {"f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64, "i32": torch.int32}
     kinds |= {"i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool}

@@ -30,7 +30,7 @@ def test_target_fields():
     c = TargetConfig.from_hf(LLAMA)
     assert (c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads, c.num_kv_heads) == (100, 48, 64, 7, 4, 2)
     assert (c.head_dim, c.max_position, c.rms_norm_eps, c.bos_token_id, c.eos_token_ids) == (12, 99, 1e-5, 1, (2, 7))
-    assert not (c.tie_embeddings or c.attention_bias or c.mlp_bias)
+    assert not (c.tie_embeddings or c.qkv_bias or c.o_bias or c.mlp_bias or c.qk_norm or c.windows)
     assert TargetConfig.from_hf({**LLAMA, "head_dim": 20}).head_dim == 20
     assert TargetConfig.from_hf({**LLAMA, "head_dim": None}).head_dim == 12
     without_groups = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}

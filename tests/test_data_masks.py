@@ -55,6 +55,11 @@ EXPECTED = {
     "llama2-spaces": (["the answer is one </s>", "two, yes </s>"], 1),
     "vicuna-spaces": (["the answer is one</s>", "two, yes</s>"], 1),
     "reasoning": (["the answer is one<|end|>", "two, yes<|end|>"], 1),
+    "mistral": (["the answer is one</s>", "two, yes</s>"], 1),
+    "mistral-spaces": (["the answer is one</s>", "two, yes</s>"], 1),
+    "tinyllama": (["the answer is one</s>", "two, yes</s>"], 1),
+    "llama31": (["the answer is one<|eot_id|>", "two, yes<|eot_id|>"], 1),
+    "qwen25": (["the answer is one<|im_end|>", "two, yes<|im_end|>"], 1),
     "hybrid": (["<think>\n\n</think>\n\nthe answer is one<|im_end|>", "<think>\n\n</think>\n\ntwo, yes<|im_end|>"], 2),
     "rewriting": (["the answer is one<|im_end|>", "two, yes<|im_end|>"], 2),
     "system-last": ([" the answer is one</s>", " two, yes</s>"], 2),
@@ -132,6 +137,35 @@ def test_reasoning_in_a_field_of_its_own(family):
     whole = THINK + "seven<|end|>"
     expected = whole.removeprefix("<think>\n") if family == "opens-reasoning" else whole
     assert check_served(tokenizer, Conversation(messages)) == [expected]
+
+
+def test_r1_distill_trains_reasoning_and_shows_none_of_it():
+    """Every answer is trained from behind the '<think>' that its prompt opens; later prompts hold the bare answers."""
+    tokenizer = FAMILIES["r1-distill"]()
+    conversation = chat("give seven", THINK + "seven", "and eight", THINK + "eight")
+    written = THINK.removeprefix("<think>\n")
+    assert check_served(tokenizer, conversation) == [written + "seven<|end|>", written + "eight<|end|>"]
+    _, second = encode_turns(tokenizer, conversation)
+    context = str(tokenizer.decode(second.ids[second.response == 0].tolist()))
+    assert context == "<|begin|><|User|>give seven<|Assistant|>\n\nseven<|end|><|User|>and eight<|Assistant|><think>\n"
+
+
+@pytest.mark.parametrize("family", ["llama31", "qwen25", "r1-distill", "chatml"])
+def test_a_system_message_is_context(family):
+    tokenizer = FAMILIES[family]()
+    answer = THINK + "seven" if family == "r1-distill" else "seven"
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+    (text,) = check_served(tokenizer, parse_record({"messages": messages}))
+    assert "be kind" not in text
+    example = encode_conversation(tokenizer, parse_record({"messages": messages}))
+    assert "be kind" in str(tokenizer.decode(example.ids[example.response == 0].tolist()))
+
+
+def test_a_template_that_wants_roles_to_alternate():
+    tokenizer = FAMILIES["mistral"]()
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}, {"role": "assistant", "content": "three"}]
+    with pytest.raises(ConversationError, match="must alternate"):
+        encode_turns(tokenizer, parse_record({"messages": messages}))
 
 
 def test_trimmed_answer_is_trained_as_shown():

@@ -74,6 +74,8 @@ def test_merges_and_bytes(tmp_path: Path):
         ("smollm", ["a", "1", "2", "3", "4", "no", "'", "t"]),
         ("gpt-2", ["a", "123", "4", "no", "'", "t"]),
         ("llama-bpe", ["a", "123", "4", "no", "'", "t"]),
+        ("qwen2", ["a", "1", "2", "3", "4", "no", "'", "t"]),
+        ("deepseek-r1-qwen", ["a", "1", "2", "3", "4", "no", "'", "t"]),
     ],
 )
 def test_pre_tokenizers(pre: str, expected: list[str], tmp_path: Path):
@@ -89,7 +91,7 @@ def test_special_tokens(tmp_path: Path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<keep>b"
 
 
-@pytest.mark.parametrize(("name", "value"), [("model", "llama"), ("pre", "chameleon")])
+@pytest.mark.parametrize(("name", "value"), [("model", "bert"), ("pre", "chameleon")])
 def test_an_unsupported_tokenizer_is_named(name: str, value: str, tmp_path: Path):
     with pytest.raises(TokenizerError, match=rf"model\.gguf: tokenizer\.ggml\.{name} '{value}' is not supported"):
         load_tokenizer(write(tmp_path, **{name: value}))
@@ -174,6 +176,42 @@ def test_a_sentencepiece_style_folder(shared_data: Path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Once upon a time"
     with pytest.raises(TokenizerError, match="no chat template"):
         chat_ids(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+SENTENCES = ["Once upon a time", "  two  spaces\n\nand\ttabs ", "naïve 日本 🙂 ▁", "", "<s>x</s> y", "Tom's 3 dogs, 12 cats!", "a", " the"]
+
+
+def sentencepiece_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata of this folder's SentencePiece model as llama.cpp writes it; its pieces stand by score."""
+    vocab: dict[str, int] = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    kinds = [2 if i == 0 else 3 if i < 3 else 6 if i < 259 else 1 for i in range(len(tokens))]
+    names = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds}
+    names |= {
+        "scores": [0.0 if i < 259 else 259.0 - i for i in range(len(tokens))],
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in names.items()}
+
+
+def test_sentencepiece_in_a_gguf_file(shared_data: Path, tmp_path: Path):
+    """LLaMA 2's kind, as TinyLlama, Vicuna and Mistral 7B have it: the ids and texts of the same model in a Hugging Face folder."""
+    folder = shared_data / "stories260k"
+    tokenizer, theirs = load_tokenizer(write_gguf(tmp_path / "model.gguf", sentencepiece_metadata(folder))), load_tokenizer(folder)
+    for text in SENTENCES:
+        ids = theirs.encode(text)
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids) == theirs.decode(ids), text
+    assert tokenizer.encode("x")[0] == 1
+    metadata = sentencepiece_metadata(folder) | {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
+    bare = load_tokenizer(write_gguf(tmp_path / "bare.gguf", metadata))
+    assert bare.decode(bare.encode(" a")) == " a"
+    assert bare.encode("a") != bare.encode(" a")
+    assert 1 not in bare.encode("a")
+    with pytest.raises(TokenizerError, match=r"short\.gguf: 512 different tokens, 3 tokenizer\.ggml\.scores"):
+        load_tokenizer(write_gguf(tmp_path / "short.gguf", metadata | {"tokenizer.ggml.scores": [0.0, 1.0, 2.0]}))
 
 
 @pytest.fixture(scope="module")

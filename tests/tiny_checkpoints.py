@@ -61,6 +61,18 @@ FAMILY_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# As small as its file in tests/reference should be.
+TORCH_CASE = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+
+
 def config_of(case: str) -> dict[str, Any]:
     """The `config.json` of one case."""
     return {key: value for key, value in (BASE | (CASES | FAMILY_CASES)[case]).items() if value is not None}

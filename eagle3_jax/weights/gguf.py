@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from eagle3_jax.config import RopeConfig, TargetConfig
 from eagle3_jax.families import FAMILIES
 from eagle3_jax.layers import inverse_frequencies
 from eagle3_jax.target import Target
-from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
-from eagle3_jax.weights.target_rows import target_rows
+from eagle3_jax.weights.table import WeightsError, read_rows
+from eagle3_jax.weights.target_rows import checked_rows
 
 QUANTIZATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 # Whether the rows of q and k are stored in the interleaved rotary order. Mistral's files call themselves llama.
@@ -67,13 +68,23 @@ class GGUFFile:
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value as a Python object, or `default`."""
         field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except Exception as error:  # A string that is no UTF-8, a type it does not know.
+            raise WeightsError(f"{self.path}: metadata key {key!r} cannot be read ({error})") from error
 
     def need(self, key: str) -> Any:
         """A metadata value; WeightsError when the file has none."""
         value = self.get(key)
         if value is None:
             raise WeightsError(f"{self.path}: metadata key {key!r} is missing")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A metadata value that is one number >= 0; WeightsError when it is missing without a default, or anything else."""
+        value = self.get(key, default) if default is not None else self.need(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise WeightsError(f"{self.path}: metadata key {key!r} must be a number, found {value!r}")
         return value
 
     @cached_property
@@ -87,39 +98,48 @@ class GGUFFile:
         kind = tensor.tensor_type.name
         if kind not in QUANTIZATIONS:
             raise WeightsError(f"{self.path}: tensor {name!r} is stored as {kind} (supported: {', '.join(QUANTIZATIONS)})")
-        return dequantize(tensor.data, tensor.tensor_type)
+        try:
+            return dequantize(tensor.data, tensor.tensor_type)
+        except Exception as error:  # A shape that is no multiple of the type's block.
+            raise WeightsError(f"{self.path}: tensor {name!r} cannot be dequantised ({error})") from error
 
 
 def gguf_config(file: GGUFFile) -> TargetConfig:
     """The target's shape from the file's metadata. Raises WeightsError for another architecture, rope type or a split file."""
     kind = file.need("general.architecture")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise WeightsError(f"{file.path}: general.architecture {kind!r} is not supported (supported: {', '.join(ARCHITECTURES)})")
-    if file.get(f"{kind}.expert_count", 0):
+    if file.get(f"{kind}.expert_count"):
         raise WeightsError(f"{file.path}: {kind}.expert_count {file.get(f'{kind}.expert_count')}: mixtures of experts are not supported")
-    if file.get("split.count", 1) > 1:
+    if file.number("split.count", 1) > 1:
         raise WeightsError(f"{file.path}: one of {file.get('split.count')} parts; merge them into one file (llama-gguf-split --merge)")
     if "token_embd.weight" not in file.tensors:
         raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
-    heads, hidden = int(file.need(f"{kind}.attention.head_count")), int(file.need(f"{kind}.embedding_length"))
-    head_dim = int(file.get(f"{kind}.attention.key_length", hidden // heads))
+    heads, hidden = int(file.number(f"{kind}.attention.head_count")), int(file.number(f"{kind}.embedding_length"))
+    if heads < 1:
+        raise WeightsError(f"{file.path}: {kind}.attention.head_count is {heads}")
+    head_dim = int(file.number(f"{kind}.attention.key_length", hidden // heads))
     for key in (f"{kind}.rope.dimension_count", f"{kind}.attention.value_length"):
-        if int(file.get(key, head_dim)) != head_dim:
+        if int(file.number(key, head_dim)) != head_dim:
             raise WeightsError(f"{file.path}: {key} {file.get(key)} differs from the head width {head_dim}: not supported")
-    layers, max_position = int(file.need(f"{kind}.block_count")), int(file.need(f"{kind}.context_length"))
-    window = int(file.get(f"{kind}.attention.sliding_window", 0))
-    eos = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")}
+    layers, max_position = int(file.number(f"{kind}.block_count")), int(file.number(f"{kind}.context_length"))
+    if layers > len(file.tensors):
+        raise WeightsError(f"{file.path}: {kind}.block_count {layers}, but there are only {len(file.tensors)} tensors")
+    window = int(file.number(f"{kind}.attention.sliding_window", 0))
+    special = {name: file.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
+    if not all(token is None or isinstance(token, int) for token in special.values()):
+        raise WeightsError(f"{file.path}: the ids of special tokens must be ints, found {special}")
     return TargetConfig(
         vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
         hidden_size=hidden,
-        intermediate_size=int(file.need(f"{kind}.feed_forward_length")),
+        intermediate_size=int(file.number(f"{kind}.feed_forward_length")),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(file.get(f"{kind}.attention.head_count_kv", heads)),
+        num_kv_heads=int(file.number(f"{kind}.attention.head_count_kv", heads)),
         head_dim=head_dim,
         max_position=max_position,
         # Stored as float32: 9.99999975e-06 is 1e-5.
-        rms_norm_eps=float(f"{file.need(f'{kind}.attention.layer_norm_rms_epsilon'):.6g}"),
+        rms_norm_eps=float(f"{file.number(f'{kind}.attention.layer_norm_rms_epsilon'):.6g}"),
         rope=_rope(file, kind, head_dim),
         tie_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -127,23 +147,17 @@ def gguf_config(file: GGUFFile) -> TargetConfig:
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm=FAMILIES[kind].qk_norm,
         windows=(window,) * layers if 0 < window < max_position else (),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(sorted(int(i) for i in eos if i is not None)),
+        bos_token_id=special["bos"],
+        eos_token_ids=tuple(sorted({special[name] for name in ("eos", "eot")} - {None})),
         model_type=kind,
     )
-
-
-def gguf_rows(config: TargetConfig) -> list[Row]:
-    """The table of a GGUF file."""
-    return target_rows(config, NAMES)
 
 
 def load_gguf(path: Path, dtype: np.dtype) -> Target:
     """A filled target from a GGUF file, in `dtype`."""
     file = GGUFFile(path)
     config = gguf_config(file)
-    rows = gguf_rows(config)
-    check_keys(rows, file.tensors, str(path), ignore=lambda key: key == ROPE_FACTORS)
+    rows = checked_rows(config, NAMES, file.tensors, str(path), lambda key: key == ROPE_FACTORS)
 
     def read(key: str) -> np.ndarray:
         array = file.read(key)
@@ -165,10 +179,10 @@ def unpermute(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _rope(file: GGUFFile, kind: str, head_dim: int) -> RopeConfig:
-    theta = float(f"{file.get(f'{kind}.rope.freq_base', 10000.0):.7g}")
+    theta = float(f"{file.number(f'{kind}.rope.freq_base', 10000.0):.7g}")
     scaling = file.get(f"{kind}.rope.scaling.type", "none")
     if scaling == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=float(file.need(f"{kind}.rope.scaling.factor")))
+        return RopeConfig(theta=theta, kind="linear", factor=float(file.number(f"{kind}.rope.scaling.factor")))
     if scaling != "none":
         raise WeightsError(f"{file.path}: {kind}.rope.scaling.type {scaling!r} is not supported (supported: none, linear)")
     if ROPE_FACTORS not in file.tensors:

@@ -11,8 +11,8 @@ import numpy as np
 
 from eagle3_jax.config import ConfigError, TargetConfig, read_json, token_ids
 from eagle3_jax.target import Target
-from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
-from eagle3_jax.weights.target_rows import target_rows
+from eagle3_jax.weights.table import WeightsError, read_rows
+from eagle3_jax.weights.target_rows import checked_rows
 from eagle3_jax.weights.tensor_files import TensorFiles
 
 NAMES = {
@@ -36,25 +36,20 @@ NAMES = {
 ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
 
 
-def hf_rows(config: TargetConfig) -> list[Row]:
-    """The table of a causal language model as Transformers saves it."""
-    return target_rows(config, NAMES)
-
-
 def hf_config(folder: Path) -> TargetConfig:
     """The target's shape; its stop ids are the union of config.json, generation_config.json and the tokenizer's files."""
     path = folder / "config.json"
     raw = read_json(path)
     if raw.get("quantization_config"):
         raise ConfigError(f"{path}: quantization_config is not supported; use an unquantised checkpoint or a GGUF file")
-    partial = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0
-    if float(partial) != 1.0:
-        raise ConfigError(f"{path}: partial_rotary_factor {partial} is not supported (supported: 1)")
     config = TargetConfig.from_hf(raw, str(path))
+    for scope in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        if scope.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ConfigError(f"{path}: partial_rotary_factor {scope['partial_rotary_factor']} is not supported (supported: 1)")
     generation = folder / "generation_config.json"
     stops = set(config.eos_token_ids) | set(tokenizer_eos(folder))
     if generation.is_file():
-        stops |= set(token_ids(read_json(generation).get("eos_token_id")))
+        stops |= set(token_ids(read_json(generation).get("eos_token_id"), str(generation)))
     return dataclasses.replace(config, eos_token_ids=tuple(sorted(stops)))
 
 
@@ -83,10 +78,13 @@ def load_hf_target(folder: Path, dtype: np.dtype) -> Target:
     """A filled target from a Hugging Face folder, in `dtype`. Raises ConfigError or WeightsError naming file and key."""
     config = hf_config(folder)
     files = TensorFiles(folder)
-    rows = hf_rows(config)
     # Many tied checkpoints store the head again.
     copies = {"lm_head.weight"} & files.files.keys() if config.tie_embeddings else set()
-    check_keys(rows, files.files, str(folder), ignore=lambda key: key in copies or ROTARY_BUFFER.fullmatch(key) is not None)
+
+    def ignored(key: str) -> bool:
+        return key in copies or ROTARY_BUFFER.fullmatch(key) is not None
+
+    rows = checked_rows(config, NAMES, files.files, str(folder), ignored)
     if copies and not np.array_equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
         raise WeightsError(
             f"{files.where('lm_head.weight')}: tensor 'lm_head.weight' differs from the embedding, but config.json says tie_word_embeddings"

@@ -53,7 +53,10 @@ class SafetensorsFile:
         stored = self._handle.get_slice(key).get_dtype()
         if stored not in STORED:
             raise WeightsError(f"{self.path}: tensor {key!r} has dtype {stored}, which is not supported")
-        array = self._handle.get_tensor(key)
+        try:
+            array = self._handle.get_tensor(key)
+        except Exception as error:  # The reader's own class, or numpy's for a dtype it lacks.
+            raise WeightsError(f"{self.path}: tensor {key!r} cannot be read ({error})") from error
         return array.view(jnp.bfloat16) if stored == "BF16" else array
 
 
@@ -89,7 +92,10 @@ class TensorFiles:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise WeightsError(f"{index}: no weight_map")
-        files = {str(key): self.folder / str(name) for key, name in weight_map.items()}
+        for name in weight_map.values():
+            if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
+                raise WeightsError(f"{index}: {name!r} is not the name of a file in the same folder; refused")
+        files = {str(key): self.folder / name for key, name in weight_map.items()}
         shards = sorted(set(files.values()))
         for path in shards:
             if not path.is_file():
@@ -98,6 +104,11 @@ class TensorFiles:
         for key, path in files.items():
             if key not in present[path]:
                 raise WeightsError(f"{path}: tensor {key!r} is missing; {index.name} says it is here")
+        for path in shards:
+            for key in present[path]:
+                # A tensor that the index forgets is there all the same: the table decides whether it belongs to the model.
+                if files.setdefault(key, path) != path:
+                    raise WeightsError(f"{path}: tensor {key!r} is in {files[key].name} too; {index.name} says it is there only")
         return files
 
     def _file(self, path: Path) -> TensorFile:

@@ -51,6 +51,8 @@ class TorchFile:
         try:
             self._archive = zipfile.ZipFile(path)
             names = self._archive.namelist()
+            if any(info.compress_type != zipfile.ZIP_STORED for info in self._archive.infolist()):
+                raise WeightsError("holds compressed entries, which PyTorch never writes: refused")
             self._root = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
             with self._archive.open(f"{self._root}data.pkl") as file:
                 state = _Unpickler(file).load()
