@@ -14,7 +14,6 @@ from typing import Any
 
 from eagle3_jax.families import FAMILIES, block_windows
 
-
 MOST_BLOCKS = 10_000
 """A target that says it has more is damaged; said before a table of a billion rows is made of it."""
 

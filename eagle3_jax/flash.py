@@ -59,8 +59,8 @@ def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight,
     q = cut(q_BCNH * jnp.asarray(H**-0.5, q_BCNH.dtype), rows, more_rows)
     q = q.reshape(*q.shape[:3], K, G, H).transpose(0, 1, 3, 4, 2, 5).reshape(-1, B, K, G * rows, H)
     k, v = (cut(x, keys, more_keys).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
-    at, query_segment, key_segment, oldest = (None if x is None else jnp.broadcast_to(x, (B, x.shape[1])) for x in sight)
-    oldest = None if oldest is None else cut(oldest, rows, more_rows)
+    at, query_segment, key_segment = (jnp.broadcast_to(x, (B, x.shape[1])) for x in sight[:3])
+    oldest = None if sight.oldest is None else cut(jnp.broadcast_to(sight.oldest, (B, C)), rows, more_rows)
     sight = Sight(cut(at, rows, more_rows, -1), cut(query_segment, rows, more_rows, -2), cut(key_segment, keys, more_keys, -1), oldest)
     pairs = np.asarray([(i, j) for i in range(len(q)) for j in range(-(-min(min((i + 1) * rows, C) + T - C, T) // keys))], np.int32)
     out, logsum = _flash(G, q, k, v, sight, jnp.asarray(pairs))  # pyright: ignore[reportGeneralTypeIssues]  # custom_vjp hides the type
@@ -73,9 +73,7 @@ def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight,
     return whole(out), whole(logsum)
 
 
-def _readable(
-    at: jax.Array, query_segment: jax.Array, index: jax.Array, key_segment: jax.Array, oldest: jax.Array | None
-) -> jax.Array:
+def _readable(at: jax.Array, query_segment: jax.Array, index: jax.Array, key_segment: jax.Array, oldest: jax.Array | None) -> jax.Array:
     """bool [B, c, t]."""
     seen = (at[:, :, None] >= index[None, None]) & (query_segment[:, :, None] == key_segment[:, None])
     return seen if oldest is None else seen & (oldest[:, :, None] <= index[None, None])

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle3_jax import attention
 from eagle3_jax.attention import attend, causal_mask
+from eagle3_jax.flash import Sight, flash
 
 
 def oracle(
@@ -145,3 +147,32 @@ def test_any_mask(data: st.DataObject):
 
 
 jitted_attend = jax.jit(attend)
+
+
+@pytest.mark.parametrize("dense", [64, 8])
+def test_a_causal_pass_with_a_window(dense: int, monkeypatch: pytest.MonkeyPatch):
+    """In blocks against all their keys, and in memory linear in the length; packed, so that a window ends at its segment's start too."""
+    q, k, v = random_case(3, B=2, T=40, R=40, N=4, K=2, H=4)
+    segments = np.repeat([[1, 2, -1]], [25, 12, 3], axis=1).repeat(2, axis=0).astype(np.int32)
+    distance = np.arange(40)[:, None] - np.arange(40)[None]
+    mask = (distance >= 0) & (distance < 7) & (segments[:, :, None] == segments[:, None])
+    monkeypatch.setattr(attention, "DENSE_LENGTH", dense)
+    got = attention.attend_causal(q, k, v, jnp.asarray(segments), block=16, window=7)
+    np.testing.assert_allclose(got, oracle(q, k, v, mask), atol=2e-6)
+    at = jnp.arange(40, dtype=jnp.int32)[None]
+    sight = Sight(at, jnp.asarray(segments), jnp.asarray(segments), at - 6)
+    np.testing.assert_allclose(flash(q, k, v, sight, block=16)[0], oracle(q, k, v, mask), atol=2e-6)
+
+
+def test_a_window_over_the_cache():
+    """Each query reads the slots from its own oldest one on."""
+    q, k, v = random_case(4, B=2, T=3, R=3, N=4, K=2, H=4)
+    cached = random_cache(4, B=2, K=2, H=4, S=12, lengths=[9, 5])
+    oldest = np.array([[2, 3, 4], [0, 1, 7]], np.int32)
+    got = attend(q, k, v, causal_mask(3), (*map(jnp.asarray, cached),), jnp.asarray(oldest))
+    for b in range(2):
+        for t in range(3):
+            first = oldest[b, t]
+            rest = (cached[0][b : b + 1, :, :, first:], cached[1][b : b + 1, :, first:], np.maximum(cached[2][b : b + 1] - first, 0))
+            want = oracle(q[b : b + 1, t : t + 1], k[b : b + 1], v[b : b + 1], np.asarray(causal_mask(3))[:, t : t + 1], rest)
+            np.testing.assert_allclose(got[b : b + 1, t : t + 1], want, atol=2e-6)
