@@ -181,6 +181,41 @@ class TargetConfig:
             **_widths(config, where),
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` of this target. Raises ConfigError for one that its model type's file cannot say."""
+        family, window = FAMILIES[self.model_type], next((w for w in self.windows if w is not None), None)
+        eos = list(self.eos_token_ids)
+        raw: dict[str, Any] = {
+            "architectures": [f"{self.model_type.capitalize()}ForCausalLM"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.rope.original_max_position if self.rope.kind == "dynamic" else self.max_position,
+            "rms_norm_eps": self.rms_norm_eps,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tie_embeddings,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+            **self.rope.to_hf(),
+        }
+        for rule, value in ((family.qkv_bias, self.qkv_bias), (family.o_bias, self.o_bias), (family.mlp_bias, self.mlp_bias)):
+            raw |= {rule: value} if isinstance(rule, str) else {}
+        if family.windows != "never":
+            raw["sliding_window"] = window
+        if family.windows == "switched":
+            kinds = ["full_attention" if w is None else "sliding_attention" for w in self.windows or (None,) * self.num_layers]
+            raw |= {"use_sliding_window": window is not None, "layer_types": kinds}
+        back = TargetConfig.from_hf(raw)
+        lost = [field.name for field in dataclasses.fields(self) if getattr(back, field.name) != getattr(self, field.name)]
+        if lost:
+            raise ConfigError(f"a {self.model_type} config.json cannot say this target's {', '.join(lost)}")
+        return raw
+
 
 @dataclasses.dataclass(frozen=True)
 class DraftConfig:

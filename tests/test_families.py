@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,28 @@ def test_missing_keys_mean_what_transformers_takes_them_for(kind: str, changes: 
     sliding = [kind == "sliding_attention" for kind in layers] if layers else [True] * 30
     expected = tuple(window if on else None for on in sliding) if window and any(sliding) else ()
     assert ours.windows == (() if window and window >= ours.max_position else expected)
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_a_configuration_is_written_as_it_was_read(case: str):
+    from transformers import AutoConfig
+
+    config = TargetConfig.from_hf(config_of(case))
+    raw = config.to_hf()
+    assert TargetConfig.from_hf(raw) == config
+    theirs: Any = AutoConfig.for_model(**raw)
+    original: Any = AutoConfig.for_model(**config_of(case))
+    for name in ("sliding_window", "layer_types", "attention_bias", "head_dim", "max_position_embeddings"):
+        if name != "max_position_embeddings" or config.rope.kind != "linear":
+            assert getattr(theirs, name, None) == getattr(original, name, None) or (name == "head_dim" and config.head_dim == 12), name
+    assert theirs.rope_parameters["rope_type"] == original.rope_parameters["rope_type"]
+
+
+def test_what_a_configuration_cannot_say():
+    config = TargetConfig.from_hf(config_of("mistral_window"))
+    for changes, name in (({"qk_norm": True}, "qk_norm"), ({"windows": (8, None)}, "windows"), ({"model_type": "llama"}, "windows")):
+        with pytest.raises(ConfigError, match=rf"cannot say this target's .*{name}"):
+            dataclasses.replace(config, **changes).to_hf()
 
 
 def test_biases_and_norms_by_family():

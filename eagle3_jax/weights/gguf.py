@@ -15,8 +15,8 @@ from eagle3_jax.config import RopeConfig, TargetConfig
 from eagle3_jax.families import FAMILIES
 from eagle3_jax.layers import inverse_frequencies
 from eagle3_jax.target import Target
-from eagle3_jax.weights.table import WeightsError, read_rows
-from eagle3_jax.weights.target_rows import checked_rows
+from eagle3_jax.weights.table import WeightsError, check_keys, read_rows
+from eagle3_jax.weights.target_rows import target_rows
 
 QUANTIZATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 # Whether the rows of q and k are stored in the interleaved rotary order. Mistral's files call themselves llama.
@@ -149,7 +149,7 @@ def gguf_config(file: GGUFFile) -> TargetConfig:
         windows=(window,) * layers if 0 < window < max_position else (),
         bos_token_id=special["bos"],
         eos_token_ids=tuple(sorted({special[name] for name in ("eos", "eot")} - {None})),
-        model_type=kind,
+        model_type="mistral" if kind == "llama" and window else kind,
     )
 
 
@@ -157,11 +157,13 @@ def load_gguf(path: Path, dtype: np.dtype) -> Target:
     """A filled target from a GGUF file, in `dtype`."""
     file = GGUFFile(path)
     config = gguf_config(file)
-    rows = checked_rows(config, NAMES, file.tensors, str(path), lambda key: key == ROPE_FACTORS)
+    rows = target_rows(config, NAMES)
+    check_keys(rows, file.tensors, str(path), lambda key: key == ROPE_FACTORS)
+    interleaved = ARCHITECTURES[file.need("general.architecture")]
 
     def read(key: str) -> np.ndarray:
         array = file.read(key)
-        if not ARCHITECTURES[config.model_type]:
+        if not interleaved:
             return array
         for part, heads in (("attn_q", config.num_heads), ("attn_k", config.num_kv_heads)):
             if f".{part}." in key:

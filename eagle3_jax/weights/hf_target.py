@@ -11,8 +11,8 @@ import numpy as np
 
 from eagle3_jax.config import ConfigError, TargetConfig, read_json, token_ids
 from eagle3_jax.target import Target
-from eagle3_jax.weights.table import WeightsError, read_rows
-from eagle3_jax.weights.target_rows import checked_rows
+from eagle3_jax.weights.table import Row, WeightsError, check_keys, read_rows
+from eagle3_jax.weights.target_rows import target_rows
 from eagle3_jax.weights.tensor_files import TensorFiles
 
 NAMES = {
@@ -34,6 +34,11 @@ NAMES = {
 }
 # Old checkpoints carry the rotary frequencies, which the configuration determines.
 ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
+
+
+def hf_rows(config: TargetConfig) -> list[Row]:
+    """The table of a causal language model as Transformers saves it."""
+    return target_rows(config, NAMES)
 
 
 def hf_config(folder: Path) -> TargetConfig:
@@ -84,7 +89,8 @@ def load_hf_target(folder: Path, dtype: np.dtype) -> Target:
     def ignored(key: str) -> bool:
         return key in copies or ROTARY_BUFFER.fullmatch(key) is not None
 
-    rows = checked_rows(config, NAMES, files.files, str(folder), ignored)
+    rows = hf_rows(config)
+    check_keys(rows, files.files, str(folder), ignored)
     if copies and not np.array_equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
         raise WeightsError(
             f"{files.where('lm_head.weight')}: tensor 'lm_head.weight' differs from the embedding, but config.json says tie_word_embeddings"
