@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf.quants import dequantize
+from jax.sharding import Mesh
 
 from eagle3_jax.config import RopeConfig, TargetConfig
 from eagle3_jax.families import FAMILIES
@@ -153,8 +154,8 @@ def gguf_config(file: GGUFFile) -> TargetConfig:
     )
 
 
-def load_gguf(path: Path, dtype: np.dtype) -> Target:
-    """A filled target from a GGUF file, in `dtype`."""
+def load_gguf(path: Path, dtype: np.dtype, mesh: Mesh | None = None) -> Target:
+    """A filled target from a GGUF file, in `dtype`, on `mesh`."""
     file = GGUFFile(path)
     config = gguf_config(file)
     rows = target_rows(config, NAMES)
@@ -170,7 +171,7 @@ def load_gguf(path: Path, dtype: np.dtype) -> Target:
                 return unpermute(array, heads)
         return array
 
-    return read_rows(Target(config), rows, read, dtype, lambda key: str(path))
+    return read_rows(Target(config), rows, read, dtype, lambda key: str(path), mesh=mesh)
 
 
 def unpermute(array: np.ndarray, heads: int) -> np.ndarray:

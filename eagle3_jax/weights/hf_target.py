@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle3_jax.config import ConfigError, TargetConfig, read_json, token_ids
 from eagle3_jax.target import Target
@@ -79,8 +80,8 @@ def tokenizer_eos(folder: Path) -> tuple[int, ...]:
     return (int(vocab[content]),) if isinstance(vocab, dict) and content in vocab else ()
 
 
-def load_hf_target(folder: Path, dtype: np.dtype) -> Target:
-    """A filled target from a Hugging Face folder, in `dtype`. Raises ConfigError or WeightsError naming file and key."""
+def load_hf_target(folder: Path, dtype: np.dtype, mesh: Mesh | None = None) -> Target:
+    """A filled target from a Hugging Face folder, in `dtype`, on `mesh`. Raises ConfigError or WeightsError naming file and key."""
     config = hf_config(folder)
     files = TensorFiles(folder)
     # Many tied checkpoints store the head again.
@@ -95,4 +96,4 @@ def load_hf_target(folder: Path, dtype: np.dtype) -> Target:
         raise WeightsError(
             f"{files.where('lm_head.weight')}: tensor 'lm_head.weight' differs from the embedding, but config.json says tie_word_embeddings"
         )
-    return read_rows(Target(config), rows, files.read, dtype, files.where)
+    return read_rows(Target(config), rows, files.read, dtype, files.where, mesh=mesh)

