@@ -156,9 +156,7 @@ def test_peak_memory_is_the_weights_and_a_shard(where: str, tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", PEAK, str(folder), where], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    print(
-        f"{where}: weights {found['weights'] / 2**20:.0f} MiB, largest shard {largest / 2**20:.0f} MiB, peak {found['peak'] / 2**20:.0f} MiB"
-    )
+    print(where, "in MiB:", {name: size >> 20 for name, size in (found | {"largest shard": largest}).items()})
     assert found["peak"] <= found["weights"] + 1.2 * largest
 
 
