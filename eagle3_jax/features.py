@@ -286,7 +286,9 @@ def _run(
 
 
 @partial(jax.jit, static_argnums=1)
-def _forward(target: target_model.Target, taps: tuple[int, ...], tokens_BT: jax.Array, prompt_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    target: target_model.Target, taps: tuple[int, ...], tokens_BT: jax.Array, prompt_B: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(hidden float32 [B, T, D], features bfloat16 [B, T, A]); right padding needs no mask, since no token reads what follows it."""
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     out = target_model.forward(target, tokens_BT, positions, None, taps=taps, prompt_B=prompt_B)

@@ -106,7 +106,7 @@ def test_draft_for_target():
         ({"draft_vocab_size": 101}, "draft_vocab_size 101"),
         ({"draft_vocab_size": 0}, "draft_vocab_size 0"),
         ({"draft_vocab_size": 9, "taps": (1, 1, 2)}, "distinct"),
-        ({"draft_vocab_size": 9, "taps": (1, 2, 7)}, "0..6"),
+        ({"draft_vocab_size": 9, "taps": (1, 2, 8)}, "0..6"),
         ({"draft_vocab_size": 9, "num_kv_heads": 3}, "num_key_value_heads 3"),
     ):
         with pytest.raises(ConfigError, match=words):
