@@ -22,6 +22,9 @@ from eagle3_jax.ttt import recipe
 CONFIG = TrainConfig(recipe=recipe("aligned", steps=3), steps=10, rows=2, row_tokens=48, row_slots=40, warmup=2, peak_lr=1e-2)
 
 
+differentiate = jax.jit(loss_and_gradient, static_argnums=(0, 1))
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
     return tiny_cache(tmp_path_factory.mktemp("features") / "cache")
@@ -56,11 +59,11 @@ class Interrupted(BatchSource):
         self.__dict__.update(inner.__dict__)
         self.left = stop
 
-    def build(self, rows):
+    def build(self, rows, own=None):
         if not self.left:
             raise KeyboardInterrupt
         self.left -= 1
-        return super().build(rows)
+        return super().build(rows, own)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -127,7 +130,7 @@ def test_cutting_the_batch_changes_nothing(cache: FeatureCache) -> None:
         "4 x 1": jax.tree.map(lambda x: x[:, None], whole),
         "1 x 5": jax.tree.map(lambda x: x[None], padded),
     }
-    results = {name: loss_and_gradient(config, CONFIG, params, fixed, batch) for name, batch in cuts.items()}
+    results = {name: differentiate(config, CONFIG, params, fixed, batch) for name, batch in cuts.items()}
     total, metrics, grads = results.pop("1 x 4")
     for name, (other_total, other_metrics, other_grads) in results.items():
         np.testing.assert_allclose(other_total, total, rtol=1e-5, err_msg=name)
@@ -193,8 +196,8 @@ def test_bfloat16_compute_keeps_float32_masters(cache: FeatureCache) -> None:
     stream = batches.plan(Cursor())
     parts = [batches.build(next(stream)[0]) for _ in range(2)]
     batch = jax.tree.map(lambda *x: np.stack(x), *parts)
-    total, _, grads = loss_and_gradient(tiny_draft().config, config, params, fixed, batch)
-    exact, _, want = loss_and_gradient(tiny_draft().config, dataclasses.replace(config, compute="float32"), params, fixed, batch)
+    total, _, grads = differentiate(tiny_draft().config, config, params, fixed, batch)
+    exact, _, want = differentiate(tiny_draft().config, dataclasses.replace(config, compute="float32"), params, fixed, batch)
     np.testing.assert_allclose(total, exact, rtol=2e-2)
     flat = lambda tree: np.concatenate([np.ravel(tree[name]) for name in sorted(tree)])  # noqa: E731
     a, b = flat(grads), flat(want)
@@ -211,7 +214,7 @@ def test_recomputing_changes_nothing(cache: FeatureCache) -> None:
     fixed, batches = Fixed(tiny_frozen(tiny_target()), variables), source(cache)
     batch = jax.tree.map(lambda x: x[None], batches.build(next(batches.plan(Cursor()))[0]))
     plain, again = (
-        loss_and_gradient(tiny_draft().config, dataclasses.replace(CONFIG, remat=remat), params, fixed, batch) for remat in (False, True)
+        differentiate(tiny_draft().config, dataclasses.replace(CONFIG, remat=remat), params, fixed, batch) for remat in (False, True)
     )
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
