@@ -15,24 +15,26 @@ import contextlib
 import io
 import json
 import os
-import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+DISPLAY = "from IPython.display import Image, display\n"
+"""Taken out of the cells: what it brings is there already, and a stand-in among the modules would mislead libraries that look for IPython."""
 
 
 def run_notebook(path: Path, parameters: Mapping[str, Any] | None = None, folder: Path | None = None) -> dict[str, Any]:
     """The notebook with the outputs of a fresh run, in `folder` (the current one otherwise). An error names the cell."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    scope: dict[str, Any] = {"__name__": "__main__"}
+    shown: list[dict[str, Any]] = []
+    scope: dict[str, Any] = {"__name__": "__main__", **_pictures(shown)}
     count = 0
-    with _display() as shown, contextlib.chdir(folder or Path.cwd()):
+    with contextlib.chdir(folder or Path.cwd()):
         for number, cell in enumerate(notebook["cells"]):
             if cell["cell_type"] != "code":
                 continue
             count += 1
-            source = "".join(cell["source"])
+            source = "".join(cell["source"]).replace(DISPLAY, "")
             printed = io.StringIO()
             try:
                 with contextlib.redirect_stdout(printed):
@@ -60,10 +62,8 @@ def _run(source: str, name: str, scope: dict[str, Any]) -> Any:
     return None if source.rstrip().endswith(";") else value
 
 
-@contextlib.contextmanager
-def _display() -> Iterator[list[dict[str, Any]]]:
-    """A stand-in for IPython.display that collects pictures."""
-    shown: list[dict[str, Any]] = []
+def _pictures(shown: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a notebook imports from IPython.display: pictures are collected."""
 
     class Image:
         def __init__(self, data: bytes | None = None, filename: str | None = None):
@@ -73,19 +73,7 @@ def _display() -> Iterator[list[dict[str, Any]]]:
         data = {"image/png": base64.b64encode(image.data).decode(), "text/plain": ["<picture>"]}
         shown.append({"output_type": "display_data", "data": data, "metadata": {}})
 
-    module, package = types.ModuleType("IPython.display"), types.ModuleType("IPython")
-    module.Image, module.display = Image, display  # type: ignore[attr-defined]
-    package.display = module  # type: ignore[attr-defined]
-    before = {name: sys.modules.get(name) for name in ("IPython", "IPython.display")}
-    sys.modules.update({"IPython": package, "IPython.display": module})
-    try:
-        yield shown
-    finally:
-        for name, old in before.items():
-            if old is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = old
+    return {"Image": Image, "display": display}
 
 
 def _stream(text: str) -> list[dict[str, Any]]:
