@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DISPLAY = "from IPython.display import Image, display\n"
-"""Taken out of the cells: what it brings is there already, and a stand-in among the modules would mislead libraries that look for IPython."""
+"""Taken out of the cells: what it brings is there already. A stand-in among the modules would mislead libraries that look for IPython."""
 
 
 def run_notebook(path: Path, parameters: Mapping[str, Any] | None = None, folder: Path | None = None) -> dict[str, Any]:
