@@ -21,6 +21,7 @@ One letter per dimension everywhere, in array names (`q_BTNH`), annotations and 
 
 from eagle3_jax.generate import NonFiniteLogitsError, Output, generate
 from eagle3_jax.lm_draft import LanguageModelDraft
+from eagle3_jax.quantize import quantize_int8
 from eagle3_jax.scripted import ScriptedDraft
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.tokenizer import load_tokenizer
@@ -39,4 +40,5 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "make_mesh",
+    "quantize_int8",
 ]

@@ -82,7 +82,7 @@ def _measure(
     journal: Journal,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    modes = modes_of(draft, plan.trees)
+    modes = modes_of(target, draft, plan.trees, plan.batch, options.get("rule", "coupled"))
     programs = Programs(target, draft)
     whole: dict[str, Any] = {"arguments": dict(arguments), "results": []}
     found: dict[float, dict[str, Benchmark]] = {}

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from eagle3_jax.auto import resolve
 from eagle3_jax.decode import DecodeConfig, Request, run
 from eagle3_jax.drafting import Draft
 from eagle3_jax.evaluate import (
@@ -25,9 +26,9 @@ from eagle3_jax.evaluate import (
     bootstrap,
     n_alpha_intervals,
 )
-from eagle3_jax.generate import Output, default_tree, prepare, read
+from eagle3_jax.generate import Output, prepare, read
 from eagle3_jax.target import Target
-from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.tree import Chain, Tree, TreeChoice
 from eagle3_jax.tree_names import parse_tree, tree_name
 from eagle3_jax.verify import Rule
 
@@ -109,7 +110,7 @@ def benchmark(
     target: Target,
     draft: Draft | None,
     prompts: Sequence[Sequence[int]],
-    trees: Sequence[Chain | Tree | None] = (None,),
+    trees: Sequence[TreeChoice] = (None,),
     *,
     batch: int = 1,
     max_new_tokens: int = 64,
@@ -128,8 +129,9 @@ def benchmark(
 ) -> Benchmark:
     """Decodes every batch of prompts plainly and with each tree, in turns in this process, and compares.
 
-    trees: what to draft; None is a size that suits the backend; without a draft only plain decoding runs. Prompt i has the seed
-    `seed` + i in every batch size. repeats: times each call is timed, of which the median counts. progress: called after each sample.
+    trees: what to draft, as `generate` takes it; a choice that turns out plain adds nothing; without a draft only plain decoding runs.
+    Prompt i has the seed `seed` + i in every batch size. repeats: times each call is timed, of which the median counts.
+    progress: called after each sample.
     programs: those of an earlier benchmark of this pair, so that a second set of prompts compiles nothing again.
     done: samples of an interrupted run with the same arguments, which are not measured again.
     Raises ValueError for anything unusable before any measurement.
@@ -139,7 +141,7 @@ def benchmark(
     for name, value in (("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name}: {value} must be an int >= 1")
-    modes = modes_of(draft, trees)
+    modes = modes_of(target, draft, trees, batch, rule)
     options = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -180,12 +182,15 @@ def finished(samples: Sequence[Sample], modes: Iterable[str]) -> list[Sample]:
     return [found[mode] for found in by_prompts.values() if set(modes) <= set(found) for mode in modes]
 
 
-def modes_of(draft: Draft | None, trees: Sequence[Chain | Tree | None]) -> dict[str, Chain | Tree | None]:
-    """Ways of decoding by name: plain first, then every tree once, a size that suits the backend in the place of None."""
+def modes_of(
+    target: Target, draft: Draft | None, trees: Sequence[TreeChoice], batch: int, rule: Rule = "coupled"
+) -> dict[str, Chain | Tree | None]:
+    """Ways of decoding by name: plain first, then every tree once, what was chosen in the place of "auto" and None."""
     modes: dict[str, Chain | Tree | None] = {PLAIN: None}
-    for tree in trees if draft is not None else ():
-        chosen = tree if tree is not None else default_tree(jax.default_backend())
-        modes[tree_name(chosen)] = chosen
+    if draft is not None:
+        for tree in trees:
+            chosen = resolve(target, draft, tree, batch, chains_only=rule == "rejection")
+            modes[tree_name(chosen)] = chosen
     return modes
 
 
@@ -317,6 +322,7 @@ def _summary(
     memory_bytes: int | None,
 ) -> ModeResult:
     tree = None if mode == PLAIN else parse_tree(mode)
+    assert tree != "auto"
     counts, intervals = Acceptance((), ()), []
     if tree is not None:
         depth = tree.length if isinstance(tree, Chain) else tree.depth

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 import warnings
@@ -19,13 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
+from jax.sharding import Mesh
 
 from eagle3_jax.drafting import Draft
 from eagle3_jax.generate import NonFiniteLogitsError
+from eagle3_jax.lm_draft import LanguageModelDraft
+from eagle3_jax.processor import processor_name
 from eagle3_jax.prompts import Prompt, PromptError, encode_prompt
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import load_tokenizer
-from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.tree import TreeChoice
 from eagle3_jax.tree_names import SYNTAX, parse_tree
 from eagle3_jax.verify import RULES
 from eagle3_jax.weights import load_draft, load_target
@@ -52,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def tree_argument(text: str) -> Chain | Tree | None:
+def tree_argument(text: str) -> TreeChoice:
     try:
         return parse_tree(text)
     except ValueError as error:
@@ -80,6 +81,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--target", default="smollm2-135m", help="folder, hub id, .gguf file, or built-in name")
     group.add_argument("--draft", help="head: folder, hub id, or built-in name; none: decode plainly; unset: the target's built-in head")
+    group.add_argument(
+        "--draft-model", metavar="MODEL", help="a small language model as the draft: folder, hub id, .gguf file, or built-in name"
+    )
+    group.add_argument(
+        "--int8",
+        choices=("target", "draft", "both"),
+        help="weights of one byte, for the target, the draft or both; the text is then that of the int8 target",
+    )
     group.add_argument("--tokenizer", help="folder, hub id, .gguf file, or built-in name; unset: the target's")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type; float32 is the fast one on a CPU")
     group.add_argument(
@@ -106,7 +115,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at the target's own end-of-sequence tokens")
 
 
-TREE_HELP = f"what to draft per cycle: {SYNTAX}; nodes count the root; auto: a size that suits the backend"
+TREE_HELP = (
+    f"what to draft per cycle: {SYNTAX}; nodes count the root; auto: what pays on this machine, measured the first time; "
+    "unset: the size chosen before, else one that suits the backend"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +140,11 @@ class Models:
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
 
-def load_models(args: argparse.Namespace, need_tokenizer: bool) -> Models:
+def load_models(args: argparse.Namespace, need_tokenizer: bool, mesh: Mesh | None = None) -> Models:
     """Target, draft and tokenizer as the options say; ValueErrors name what is missing. A tokenizer that is not needed may be missing."""
-    if args.draft is None and args.target not in BUILTIN_MODELS:
+    if args.draft is not None and args.draft_model is not None:
+        raise ValueError("--draft-model: a draft is a head (--draft) or a language model, not both")
+    if args.draft is None and args.draft_model is None and args.target not in BUILTIN_MODELS:
         raise ValueError(f"--draft: there is no built-in head for {args.target}; name a head, or write --draft none")
     # transformers says on every start that it found no torch; nothing here needs it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -142,8 +156,15 @@ def load_models(args: argparse.Namespace, need_tokenizer: bool) -> Models:
         if need_tokenizer or args.tokenizer is not None:
             raise
     with status(f"loading {args.target}"):
-        target = load_target(args.target, dtype=args.dtype)
-        draft = None if args.draft == "none" else load_draft(args.draft or args.target, target, dtype=args.dtype)
+        target = load_target(args.target, args.dtype, mesh, weights="int8" if args.int8 in ("target", "both") else "float")
+    drafted = "int8" if args.int8 in ("draft", "both") else "float"
+    draft = None
+    if args.draft_model is not None:
+        with status(f"loading {args.draft_model}"):
+            draft = LanguageModelDraft.of(load_target(args.draft_model, args.dtype, mesh, weights=drafted), target)
+    elif args.draft != "none":
+        with status("loading the head"):
+            draft = load_draft(args.draft or args.target, target, args.dtype, mesh, weights=drafted)
     return Models(target, draft, tokenizer)
 
 
@@ -201,21 +222,12 @@ def use_compilation_cache(folder: Path | None = None) -> Path:
     The default is one in the user's cache folder per kind of processor: programs for one CPU may not run on another.
     """
     if folder is None:
-        folder = cache_folder() / "programs" / _processor()
+        folder = cache_folder() / "programs" / processor_name()
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return folder
-
-
-def _processor() -> str:
-    """A name for the instruction set of this machine."""
-    features = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
 @contextlib.contextmanager

@@ -96,7 +96,11 @@ class DecodeState:
 
 @partial(jax.jit, static_argnames=("config",))
 def run(target: Target, draft: Draft | None, request: Request, config: DecodeConfig) -> DecodeState:
-    """Prefill and every cycle until all rows are done, on the mesh that the target lies on, if on one."""
+    """Prefill and every cycle until all rows are done, on the mesh that the target lies on, if on one.
+
+    Plain decoding (`config.tree` None) asks nothing of a draft that is given.
+    """
+    draft = draft if config.tree is not None else None
     with on_mesh_of(target):
         state = prefill(target, draft, request, config)
         state = jax.lax.while_loop(lambda s: ~jnp.all(s.done), partial(cycle, target, draft, request, config), state)

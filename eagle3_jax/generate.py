@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax import auto
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decode import DecodeConfig, DecodeState, Request, run
 from eagle3_jax.drafting import Draft
 from eagle3_jax.sampling import Sampling
 from eagle3_jax.target import Target
-from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.tree import Chain, Tree, TreeChoice
 from eagle3_jax.verify import RULES, Rule
 
 
@@ -64,7 +65,7 @@ def generate(
     top_k: int | Sequence[int] = 0,
     top_p: float | Sequence[float] = 1.0,
     seed: int | Sequence[int] = 0,
-    tree: Chain | Tree | None = None,
+    tree: TreeChoice = None,
     eos_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     *,
     rule: Rule = "coupled",
@@ -74,7 +75,9 @@ def generate(
     """Decodes every prompt; with a draft faster, with `draft=None` plainly, and the same tokens either way.
 
     prompts: token ids, any lengths >= 1. Every setting is a scalar or one value per row; a scalar seed s gives row i the seed s+i.
-    tree: what to draft per cycle; None picks a size that suits the backend. eos_token_ids: a list for all rows, a list of lists
+    tree: what to draft per cycle. "auto": what pays here, plain decoding included; its first call for a target, draft and batch
+    size measures the machine and stores the choice, later ones follow the acceptance they see (see `eagle3_jax.auto`). None: the
+    stored choice where there is one, else a size that suits the backend. eos_token_ids: a list for all rows, a list of lists
     (one per row), None for the target's own, [] for never.
     rule: how drafts are verified (see `eagle3_jax.verify`); "rejection" is for chains. coupled_draft: rank candidates with the
     noise that will decide (temperature > 0, rule "coupled"); it changes the speed, never the tokens.
@@ -86,7 +89,10 @@ def generate(
     request, config = prepare(
         target, draft, prompts, max_new_tokens, temperature, top_k, top_p, seed, tree, eos_token_ids, rule, coupled_draft, record_trees
     )
-    return read(run(target, draft, request, config))
+    output = read(run(target, draft, request, config))
+    if draft is not None and tree == "auto":
+        auto.observe(target, draft, config.tree, output.accept_lengths)
+    return output
 
 
 def prepare(
@@ -98,13 +104,16 @@ def prepare(
     top_k: Any = 0,
     top_p: Any = 1.0,
     seed: Any = 0,
-    tree: Chain | Tree | None = None,
+    tree: TreeChoice = None,
     eos_token_ids: Any = None,
     rule: Rule = "coupled",
     coupled_draft: bool = True,
     record_trees: bool = False,
 ) -> tuple[Request, DecodeConfig]:
-    """The checked arguments of the decode program: arrays padded to the bucket's shapes, and the program's key."""
+    """The checked arguments of the decode program: arrays padded to the bucket's shapes, and the program's key.
+
+    Where the tree is None it decodes plainly, also when a draft was given: that is a choice too.
+    """
     c = target.config
     rows = _check_prompts(prompts, c)
     B = len(rows)
@@ -118,7 +127,7 @@ def prepare(
     stops = _stops(eos_token_ids, B, c)
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is unknown; one of {', '.join(RULES)}")
-    shape = _tree(tree, draft, rule)
+    shape = _tree(tree, target, draft, B, rule)
 
     max_new = bucket(int(limits.max()), 16)
     config = DecodeConfig(
@@ -190,11 +199,6 @@ def read(state: DecodeState) -> Output:
     return output
 
 
-def default_tree(backend: str) -> Chain | Tree:
-    """A size that suits the backend: passes get dearer with every node on a CPU and hardly at all on an accelerator."""
-    return Chain(2) if backend == "cpu" else Tree(nodes=60, depth=8, width=10)
-
-
 def bucket(n: int, smallest: int) -> int:
     """The least power of two >= n and >= smallest: shapes come in few sizes, so that programs are few."""
     return max(smallest, 1 << max(0, n - 1).bit_length())
@@ -258,12 +262,14 @@ def _stops(eos: Any, batch: int, config: TargetConfig) -> list[tuple[int, ...]]:
     return stops
 
 
-def _tree(tree: Chain | Tree | None, draft: Draft | None, rule: Rule) -> Tree | None:
-    if tree is not None and not isinstance(tree, (Chain, Tree)):
-        raise ValueError(f"tree: {tree!r} is neither a Chain nor a Tree")
+def _tree(tree: TreeChoice, target: Target, draft: Draft | None, batch: int, rule: Rule) -> Tree | None:
+    if tree is not None and tree != "auto" and not isinstance(tree, (Chain, Tree)):
+        raise ValueError(f'tree: {tree!r} is neither a Chain nor a Tree nor "auto"')
     if draft is None:
         return None
-    chosen = tree if tree is not None else default_tree(jax.default_backend())
+    chosen = auto.resolve(target, draft, tree, batch, chains_only=rule == "rejection")
+    if chosen is None:
+        return None
     shape = chosen.tree if isinstance(chosen, Chain) else chosen
     candidates = draft.target_ids.shape[0]
     if shape.width > candidates:

@@ -8,7 +8,8 @@ token stood at the edge of its top-k or top-p set by less than that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from eagle3_jax.drafting import Draft
 from eagle3_jax.generate import Output, bucket, generate
 from eagle3_jax.sampling import Sampling, log_distribution, position_noise
 from eagle3_jax.target import Target
-from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.tree import Chain, Tree, TreeChoice
+from eagle3_jax.tree_names import tree_name
 
 TIE = 1e-3
 
@@ -137,20 +139,26 @@ def _last_logits(target: Target, tokens_1T: jax.Array, length: jax.Array, prompt
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to decode a set of prompts: a tree, a batch size and sampling settings (row i of the set uses seed + i)."""
+    """One way to decode a set of prompts: a tree, a batch size and sampling settings (row i of the set uses seed + i).
 
-    tree: Chain | Tree
+    tree: a size, "auto", or "plain" for no draft (a batch of plain rows against each alone). mesh: the name of the one it runs on, ""
+    for none.
+    """
+
+    tree: Chain | Tree | Literal["auto", "plain"]
     batch: int = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    mesh: str = ""
 
     @property
     def name(self) -> str:
         """A line that names the case, the same in every run."""
-        size = self.tree if isinstance(self.tree, Tree) else f"Chain({self.tree.length})"
-        return f"{size} batch={self.batch} T={self.temperature:g} top_k={self.top_k} top_p={self.top_p:g} seed={self.seed}"
+        size = self.tree if isinstance(self.tree, str) else tree_name(self.tree)
+        where = f" mesh {self.mesh}" if self.mesh else ""
+        return f"{size} batch={self.batch} T={self.temperature:g} top_k={self.top_k} top_p={self.top_p:g} seed={self.seed}{where}"
 
     @property
     def sampling(self) -> tuple[float, int, float, int]:
@@ -159,9 +167,15 @@ class Case:
 
 
 def sweep(
-    target: Target, draft: Draft, prompts: Sequence[Sequence[int]], cases: Sequence[Case], max_new_tokens: int
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    cases: Sequence[Case],
+    max_new_tokens: int,
+    on_mesh: Mapping[str, tuple[Target, Draft | None]] | None = None,
 ) -> Iterator[tuple[Case, Report, float]]:
-    """(case, report, acceptance length) for every case: each row of its batch against the same prompt decoded plainly and alone.
+    """(case, report, acceptance length) for every case: each row of its batch against the same prompt decoded plainly and alone, on
+    no mesh. on_mesh: the same models placed on each mesh that a case names.
 
     Prompts are taken shortest first, so that a batch shares a shape; a set that the batch does not divide repeats its last prompt.
     Stop ids are the target's own. Row numbers in the reports count prompts in the given order.
@@ -175,9 +189,9 @@ def sweep(
             rows = order[start : start + case.batch]
             padded = rows + rows[-1:] * (case.batch - len(rows))
 
-            def decode(which: list[int], draft: Draft | None, case: Case = case) -> Output:
+            def decode(which: list[int], model: Target, draft: Draft | None, tree: TreeChoice, case: Case = case) -> Output:
                 return generate(
-                    target,
+                    model,
                     draft,
                     [prompts[i] for i in which],
                     max_new_tokens,
@@ -185,13 +199,14 @@ def sweep(
                     case.top_k,
                     case.top_p,
                     [case.seed + i for i in which],
-                    case.tree,
+                    tree,
                 )
 
             for i in rows:
                 if i not in reference:
-                    reference[i] = decode([i], None)
-            output = decode(padded, draft)
+                    reference[i] = decode([i], target, None, None)
+            model, own = (on_mesh or {})[case.mesh] if case.mesh else (target, draft)
+            output = decode(padded, model, None, None) if case.tree == "plain" else decode(padded, model, own, case.tree)
             for slot, i in enumerate(rows):
                 one = Output([output.tokens[slot]], [output.finish_reasons[slot]], [output.accept_lengths[slot]])
                 kept, cycles = kept + sum(one.accept_lengths[0]), cycles + len(one.accept_lengths[0])

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from eagle3_jax.int8 import Int8
 from eagle3_jax.params import fill, named_variables
 
 M = TypeVar("M", bound=nnx.Module)
@@ -223,11 +224,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition(mesh, x.shape, axes))
 
 
-def lookup(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
+def lookup(table_VD: jax.Array | Int8, tokens: jax.Array) -> jax.Array:
     """table[tokens], [..., D] for tokens [B, ...]. On a mesh every device reads its part of the table, and rows change hands, never the
     table: the partitioner left alone brings all rows to every device."""
     V, D = table_VD.shape
-    by_vocab, by_width = shards("vocab", V) > 1, shards("embed", D) > 1
+    # Rows of int8 have one scale for their whole width: they are read whole.
+    by_vocab, by_width = shards("vocab", V) > 1, shards("embed", D) > 1 and not isinstance(table_VD, Int8)
     by_rows = shards("rows", tokens.shape[0]) > 1
     if not by_vocab and not by_width:
         return constrain(table_VD[tokens], "rows", *(None,) * tokens.ndim)

@@ -7,6 +7,7 @@ The pool lists `width` tokens of level 1, then `width`^2 children per further le
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,10 @@ class Chain:
     @property
     def tree(self) -> Tree:
         return Tree(nodes=self.length + 1, depth=self.length, width=1)
+
+
+TreeChoice = Chain | Tree | Literal["auto"] | None
+"""What can be asked for: a size, "auto" (what pays on this machine), or None (a stored choice, else a size that suits the backend)."""
 
 
 @jax.tree_util.register_dataclass

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from eagle3_jax.tree import Chain, Tree
 
 SYNTAX = '"auto", "chain:LENGTH" or "tree:NODES,DEPTH,WIDTH"'
 
 
-def parse_tree(text: str) -> Chain | Tree | None:
-    """The tree that `text` names; "auto" is None, a size that suits the backend. Raises ValueError naming the text and the syntax."""
+def parse_tree(text: str) -> Chain | Tree | Literal["auto"]:
+    """The tree that `text` names; "auto" is itself. Raises ValueError naming the text and the syntax."""
     kind, _, rest = text.strip().partition(":")
     if kind == "auto" and not rest:
-        return None
+        return "auto"
     try:
         sizes = [int(part) for part in rest.split(",")]
     except ValueError:

@@ -1,5 +1,5 @@
 #!python
-"""eagle3-bench: plain and speculative decoding of sets of prompts, in turns in one process."""
+"""eagle3-bench: plain and speculative decoding of sets of prompts, in turns in one process; and which tree pays on this machine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ from eagle3_jax.prompt_sets import PAPER_SETS, read_sets
 from eagle3_jax.shapes import SHAPES, target_shape
 from eagle3_jax.sharding import named_mesh, parse_mesh
 from eagle3_jax.topology import topology_devices
-from eagle3_jax.tree import Chain
+from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import tree_name
+from eagle3_jax.tuning import tune
 
 PROG = "eagle3-bench"
+HERE = "this machine"
 EXAMPLES = """examples:
   eagle3-bench mt_bench.jsonl --limit 20 --trees chain:2 chain:3 tree:8,3,3
   eagle3-bench prompts/ --limit 20 --temperature 0 1 --trees chain:8 tree:60,8,10 --figures figures --out bench.json
+  eagle3-bench --plan --plot tuning.png
+  eagle3-bench --plan mt_bench.jsonl --limit 16 --batch 8
   eagle3-bench mt_bench.jsonl --limit 8 --phases --bursts 2 --batches 1 2 4 8 16 32 64 --figures figures
   eagle3-bench --plan v5e:4x4 --target llama-3.1-8b --trees chain:3 tree:60,8,10 --batch 8 --context 8192 --libtpu ./libtpu
 
@@ -51,8 +55,11 @@ figures (compilation is in none of them but its own):
   memory              of the compiled program, weights included; added: over plain decoding's
 
 An interrupted run goes on with --resume.
+
+--plan times the passes that cycles are made of, weighs them with the draft's acceptance (counted on SETs where given, else what came
+with the head or was counted before), prints what every size of tree would bring, and keeps the choice for --tree auto and unset.
 """
-HERE_ONLY = ("out", "figures", "resume", "traceback", "no_compilation_cache")
+HERE_ONLY = ("out", "figures", "resume", "traceback", "no_compilation_cache", "plan", "plot")
 """Options that may differ between an interrupted run and the one that goes on."""
 
 
@@ -68,7 +75,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, metavar="N", help="prompts per set, spread evenly over it; unset: all")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="prompts decoded together")
     parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="times each call is timed; the median counts")
-    parser.add_argument("--trees", type=tree_argument, nargs="+", default=["auto"], metavar="TREE", help=f"one or more; {TREE_HELP}")
+    parser.add_argument("--trees", type=tree_argument, nargs="+", default=[None], metavar="TREE", help=f"one or more; {TREE_HELP}")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="with --plan: the tuning table over depth, width and nodes")
     parser.add_argument(
         "--temperature", type=temperature, nargs="+", default=[0.0], metavar="T", help="one or more; 0: the likeliest token, always"
     )
@@ -80,13 +88,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE.json", default="bench.json", help="all figures and all answers; written anew after each set")
     parser.add_argument("--figures", metavar="FOLDER", type=Path, help="PNGs of the figures; needs matplotlib")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run that had the same arguments and --out")
-    sizing = parser.add_argument_group("sizing a pod")
-    sizing.add_argument(
+    parser.add_argument(
         "--plan",
+        nargs="?",
+        const=HERE,
         metavar="TOPOLOGY",
-        help="instead of decoding, compile one cycle of each tree for TPUs such as v5e:4x4 or v5p:4x4x4, which need not be there, and "
-        f"show its memory and traffic; --target is then {', '.join(SHAPES)}, or a folder with a config.json; bfloat16; no SET",
+        help="find the tree that pays on this machine at this batch size, and keep it. With a topology, which need not be there, such as "
+        "v5e:4x4 or v5p:4x4x4: compile one cycle of each tree for these TPUs and show its memory and traffic; --target is then "
+        f"{', '.join(SHAPES)}, or a folder with a config.json; bfloat16; no SET",
     )
+    sizing = parser.add_argument_group("--plan TOPOLOGY")
     sizing.add_argument("--mesh", metavar="AXES", help="such as data=2,tensor=8; unset: tensor as far as the key/value heads go, then data")
     sizing.add_argument("--context", type=positive, default=8192, metavar="N", help="cache slots per row")
     sizing.add_argument("--draft-vocab", type=positive, default=32000, metavar="N", help="tokens the head can propose")
@@ -94,21 +105,38 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_options(parser)
     add_sampling_options(parser, max_new_tokens=64)
     args = parser.parse_args(argv)
-    args.trees = [tree_argument(tree) if isinstance(tree, str) else tree for tree in args.trees]
+    if args.plan not in (None, HERE) and is_set(args.plan):
+        # `--plan SET`: argparse cannot know that the value is the next argument.
+        args.sets, args.plan = [args.plan, *args.sets], HERE
     return args
 
 
+def is_set(text: str) -> bool:
+    """Whether what follows --plan names prompts, and not a topology."""
+    return Path(text).exists() or text.startswith("hf:") or text in (*PAPER_SETS, "paper")
+
+
 def main(args: argparse.Namespace) -> None:
-    if args.plan is not None:
+    if args.plan not in (None, HERE):
         plan_pod(args)
         return
-    if not args.sets:
+    if not args.sets and not args.plan:
         raise ValueError("no SET of prompts given")
-    check_writable(args.out, ".json")
-    sets = read_sets(args.sets, args.limit)
+    if args.plot is not None and not args.plan:
+        raise ValueError("--plot draws the table of --plan")
+    check_writable(args.plot or args.out, ".png" if args.plot else ".json")
+    sets = read_sets(args.sets, args.limit) if args.sets else {}
     if not args.no_compilation_cache:
         use_compilation_cache()
     models = load_models(args, need_tokenizer=any(prompt.ids is None for prompts in sets.values() for prompt in prompts))
+    rows = {name: encode_prompts(prompts, models, args) for name, prompts in sets.items()}
+    options = sampling_options(args, models)
+    if args.plan:
+        if models.draft is None:
+            raise ValueError("--plan weighs drafts: name one with --draft or --draft-model")
+        options["temperature"] = args.temperature[0]
+        tune(models.target, models.draft, rows, args.batch, options, seed=args.seed, title=args.target, plot=args.plot, say=say)
+        return
     plan = Plan(
         temperatures=tuple(args.temperature),
         trees=tuple(args.trees),
@@ -122,9 +150,8 @@ def main(args: argparse.Namespace) -> None:
         figures=args.figures,
         resume=args.resume,
     )
-    rows = {name: encode_prompts(prompts, models, args) for name, prompts in sets.items()}
     names = {name: [prompt.name for prompt in prompts] for name, prompts in sets.items()}
-    run_plan(plan, models.target, models.draft, rows, names, arguments(args), sampling_options(args, models), say=say)
+    run_plan(plan, models.target, models.draft, rows, names, arguments(args), options, say=say)
     print(f"\nwritten to {args.out}")
 
 
@@ -143,7 +170,7 @@ def plan_pod(args: argparse.Namespace) -> None:
     mesh = named_mesh(axes, devices)
     plans = []
     for number, tree in enumerate(args.trees if draft is not None else [None]):
-        if draft is not None and tree is None:
+        if draft is not None and not isinstance(tree, (Chain, Tree)):
             raise ValueError("--trees: name the trees to plan for, such as chain:3 tree:60,8,10")
         shape = tree.tree if isinstance(tree, Chain) else tree
         name = f"{'plain' if shape is None else tree_name(tree)}, batch {args.batch}, context {args.context}"
@@ -155,7 +182,7 @@ def plan_pod(args: argparse.Namespace) -> None:
 def arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The command line as JSON, without what says only where things go."""
     values = {key: value for key, value in vars(args).items() if key not in HERE_ONLY}
-    values["trees"] = [dataclasses.asdict(tree) if tree is not None else "auto" for tree in args.trees]
+    values["trees"] = [dataclasses.asdict(tree) if isinstance(tree, (Chain, Tree)) else tree for tree in args.trees]
     return values
 
 

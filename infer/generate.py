@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle3_jax import show, tables
+from eagle3_jax.auto import best_tree, observe, resolve
 from eagle3_jax.benchmark import PLAIN, Programs, benchmark
 from eagle3_jax.commands import (
     TREE_HELP,
@@ -34,6 +35,7 @@ from eagle3_jax.commands import (
 )
 from eagle3_jax.generate import Output, prepare, read
 from eagle3_jax.prompts import Prompt, PromptError, read_prompts
+from eagle3_jax.tree import TreeChoice
 from eagle3_jax.tree_names import tree_name
 
 PROG = "eagle3-generate"
@@ -59,7 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_options(parser)
     add_sampling_options(parser, max_new_tokens=256)
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0: the likeliest token, always")
-    parser.add_argument("--tree", type=tree_argument, default="auto", help=TREE_HELP)
+    parser.add_argument("--tree", type=tree_argument, help=TREE_HELP)
     output = parser.add_argument_group("output")
     output.add_argument("--compare", action="store_true", help="decode plainly too, in turns: the same text? how much faster?")
     output.add_argument(
@@ -136,7 +138,10 @@ def decode(
         start = time.perf_counter()
         state = call(request)
         seconds = time.perf_counter() - start
-    return read(state), mode, seconds
+    output = read(state)
+    if args.tree == "auto" and models.draft is not None:
+        observe(models.target, models.draft, config.tree, output.accept_lengths)
+    return output, mode, seconds
 
 
 def answer(
@@ -193,12 +198,13 @@ def summary(output: Output, mode: str, seconds: float, compiled: float) -> str:
 def compare(
     args: argparse.Namespace, models: Models, prompts: list[Prompt], rows: list[list[int]], options: dict[str, Any], programs: Programs
 ) -> None:
+    tree, note = contestant(args, models)
     with status("compiling and decoding, plainly and speculatively in turns"):
         result = benchmark(
             models.target,
             models.draft,
             rows,
-            [args.tree],
+            [tree],
             batch=args.batch,
             seed=args.seed,
             repeats=args.repeats,
@@ -222,6 +228,8 @@ def compare(
             print(both_texts(models, a, b, fast.mode), end="\n\n")
         print(tables.comparison_table(plain, fast), end="\n\n")
         print(verdict(pairs))
+        if note:
+            print(note)
         if fast.speed_up is not None:
             print(f"{fast.speed_up.value:.2f} times as fast as plain decoding")
     if args.show_tree is not None:
@@ -231,6 +239,15 @@ def compare(
             for i in range(len(output.tokens)):
                 drawn += draw(args, models, output, i)
         save(args, models, drawn)
+
+
+def contestant(args: argparse.Namespace, models: Models) -> tuple[TreeChoice, str]:
+    """What stands against plain decoding, and a note: where plain decoding was chosen, the best tree all the same."""
+    assert models.draft is not None
+    if resolve(models.target, models.draft, args.tree, args.batch, chains_only=args.rule == "rejection") is not None:
+        return args.tree, ""
+    best = best_tree(models.target, models.draft, args.batch, chains_only=args.rule == "rejection")
+    return best, f"on this machine plain decoding is expected to be fastest and is what --tree auto takes; {tree_name(best)} is shown"
 
 
 def both_texts(models: Models, plain: Sequence[int], fast: Sequence[int], mode: str) -> str:

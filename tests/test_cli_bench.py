@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from command_scripts import load_script, run_script, save_word_tokenizer
 
+from eagle3_jax import auto, tuning
+from eagle3_jax.costs import Costs
+from eagle3_jax.tree import Tree
+
 SCRIPT = load_script("bench")
 
 
@@ -70,7 +74,9 @@ def test_table_and_file(base, folder: Path, tmp_path: Path, capsys: pytest.Captu
         (["talk.jsonl", "--limit", "0"], ">= 1"),
         (["talk.jsonl", "--temperature", "-1", "--out", "bench.json"], "--temperature: '-1' must be a finite number"),
         (["talk.jsonl", "--temperature", "0", "nan", "--out", "bench.json"], "--temperature: 'nan' must be"),
-        ([], "required"),
+        ([], "no SET of prompts given"),
+        (["talk.jsonl", "--plot", "table.png"], "--plot draws the table of --plan"),
+        (["--plan", "--plot", "table.jpg"], "ends in .png"),
     ],
 )
 def test_mistakes_take_one_line(base, folder: Path, argv: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch) -> None:
@@ -81,6 +87,32 @@ def test_mistakes_take_one_line(base, folder: Path, argv: list[str], words: str,
     assert words in err
     assert err.count("\n") == 1
     assert not (folder / "bench.json").exists()
+
+
+def test_plan(base, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    """Acceptance counted on the prompts, made-up costs: the table, the picture, the choice kept and found again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(auto, "measure", lambda target, draft, batch: Costs(1, {1: 1.0, 64: 1.1}, {2: 0.01}, {1: 0.01}))
+    monkeypatch.setattr(tuning, "largest_tree", lambda draft: Tree(12, 3, 3))
+    picture = tmp_path / "tuning.png"
+    options = ["--plot", str(picture), "--max-new-tokens", "24", "--ignore-eos", "--limit", "2"]
+    assert run_script(SCRIPT, "--plan", str(folder / "talk.jsonl"), *base, *options) == 0
+    out = capsys.readouterr().out
+    assert "talk: 2 prompts, T = 0, at most 24 tokens each" in out
+    assert "width 3" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    chosen = out.split("chosen: ")[1].split()[0]
+    assert chosen != "plain"
+    assert f"{chosen} " in next(line for line in out.splitlines() if line.endswith("<- chosen"))
+    (kept,) = (tmp_path / "eagle3_jax" / "plans").iterdir()
+    assert f"kept in {kept}" in out
+    assert json.loads(kept.read_text())["summary"]["chosen"] == chosen
+    # Without prompts the counts are those kept; costs are measured anew, here such that nothing pays.
+    monkeypatch.setattr(auto, "measure", lambda target, draft, batch: Costs(1, {1: 1.0, 2: 9.0}, {2: 0.1}, {1: 0.1}))
+    assert run_script(SCRIPT, *base, "--plan") == 0
+    out = capsys.readouterr().out
+    assert "talk: 2 prompts" in out
+    assert "chosen: plain (" in out
 
 
 @pytest.mark.slow

