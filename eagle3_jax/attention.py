@@ -67,7 +67,7 @@ def attend(
 
 
 DENSE_LENGTH = 1024
-"""Up to so many keys, blocks of queries against all keys before them are the faster form; beyond, memory linear in the length counts."""
+"""Up to so many keys, the causal pass takes blocks of queries against all keys before them: nothing of it is kept for a backward pass."""
 
 IMPLEMENTATIONS = ("xla", "cudnn", "tpu")
 """Of the causal pass: XLA everywhere; cuDNN's kernel on GPUs (bfloat16, rows that are not packed); JAX's Pallas kernel on TPUs."""
@@ -134,28 +134,14 @@ def ttt_attend(
     v0_BTKH: jax.Array,
     sight: Sight,
     later: Sequence[tuple[jax.Array, jax.Array]],
-    block: int = 128,
-    dense: bool | None = None,
+    block: int | None = None,
 ) -> jax.Array:
-    """Attention of a training-time-test step (paper, figure 6); returns [B, C, N, H].
+    """Attention of a training-time-test step (paper, figure 6), its memory linear in the length; returns [B, C, N, H].
 
     One joint float32 softmax over the keys of step 0 in `sight` and one key per later step, which only its own slot reads:
-    later: per step 1..s, (k, v) [B, C, K, H] of the same C slots as the queries.
-    dense: weights of all pairs are kept for the backward pass, block by block; False: memory linear in T; None: by length.
+    later: per step 1..s, (k, v) [B, C, K, H] of the same C slots as the queries. block: see `flash`.
     """
-    C, T = q_BCNH.shape[1], k0_BTKH.shape[1]
-    if dense is None:
-        dense = T <= DENSE_LENGTH
-    if not dense:
-        return _merge(q_BCNH, *flash(q_BCNH, k0_BTKH, v0_BTKH, sight), later)
-    parts = []
-    for start in range(0, C, block):
-        stop = min(start + block, C)
-        keys = stop + T - C
-        diagonal = [(k[:, start:stop], v[:, start:stop]) for k, v in later]
-        mask = sight.mask(slice(start, stop), slice(0, keys))
-        parts.append(_ttt_block(q_BCNH[:, start:stop], k0_BTKH[:, :keys], v0_BTKH[:, :keys], mask, diagonal))
-    return jnp.concatenate(parts, axis=1)
+    return _merge(q_BCNH, *flash(q_BCNH, k0_BTKH, v0_BTKH, sight, block), later)
 
 
 def _merge(q_BCNH: jax.Array, out_BCNH: jax.Array, logsum_BCN: jax.Array, later: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -172,29 +158,3 @@ def _merge(q_BCNH: jax.Array, out_BCNH: jax.Array, logsum_BCN: jax.Array, later:
         for weight, (_, v) in zip(weights[1:], later, strict=True):
             out_BCNH = out_BCNH + (weight[..., None] * v.astype(jnp.float32)[:, :, :, None]).reshape(B, C, N, H)
     return out_BCNH.astype(q_BCNH.dtype)
-
-
-def _ttt_block(
-    q_BCNH: jax.Array, k0_BTKH: jax.Array, v0_BTKH: jax.Array, mask_BCT: jax.Array, later: Sequence[tuple[jax.Array, jax.Array]]
-) -> jax.Array:
-    B, C, N, H = q_BCNH.shape
-    K = k0_BTKH.shape[2]
-    exact = precision(q_BCNH.dtype)
-    q = q_BCNH.reshape(B, C, K, N // K, H) * jnp.asarray(H**-0.5, q_BCNH.dtype)
-    own = jnp.einsum("BCKGH,BTKH->BKGCT", q, k0_BTKH, precision=exact, preferred_element_type=jnp.float32)
-    own = jnp.where(mask_BCT[:, None, None], own, MASKED)
-    peak = jnp.max(own, axis=-1)
-    diagonal = []
-    for k, _ in later:
-        diagonal.append(jnp.einsum("BCKGH,BCKH->BKGC", q, k, precision=exact, preferred_element_type=jnp.float32))
-        peak = jnp.maximum(peak, diagonal[-1])
-    peak = jax.lax.stop_gradient(peak)
-    own = jnp.exp(own - peak[..., None])
-    total = jnp.sum(own, axis=-1)
-    out = jnp.einsum("BKGCT,BTKH->BKGCH", own.astype(v0_BTKH.dtype), v0_BTKH, precision=exact, preferred_element_type=jnp.float32)
-    for score, (_, v) in zip(diagonal, later, strict=True):
-        weight = jnp.exp(score - peak)
-        total = total + weight
-        out = out + weight[..., None] * v.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
-    out = (out / total[..., None]).astype(q_BCNH.dtype)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, C, N, H)

@@ -48,8 +48,8 @@ def differentiate(function: Any, operands: tuple[jax.Array, ...]) -> tuple[jax.A
     return out, grads
 
 
-def step(sight: Sight, dense: bool, q: jax.Array, k0: jax.Array, v0: jax.Array, ks: jax.Array, vs: jax.Array) -> jax.Array:
-    return ttt_attend(q, k0, v0, sight, list(zip(ks, vs, strict=True)), block=16, dense=dense)
+def step(sight: Sight, q: jax.Array, k0: jax.Array, v0: jax.Array, ks: jax.Array, vs: jax.Array) -> jax.Array:
+    return ttt_attend(q, k0, v0, sight, list(zip(ks, vs, strict=True)), block=16)
 
 
 def figure_6(sight: Sight, q: jax.Array, k0: jax.Array, v0: jax.Array, ks: jax.Array, vs: jax.Array) -> jax.Array:
@@ -69,11 +69,9 @@ def assert_close(one: Any, other: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_dense_and_linear_equal_the_mask_of_figure_6() -> None:
+def test_equal_to_the_mask_of_figure_6() -> None:
     sight, steps = packed(), 2
-    want = differentiate(partial(figure_6, sight), case(steps))
-    assert_close(differentiate(partial(step, sight, True), case(steps)), want)
-    assert_close(differentiate(partial(step, sight, False), case(steps)), want)
+    assert_close(differentiate(partial(step, sight), case(steps)), differentiate(partial(figure_6, sight), case(steps)))
 
 
 @pytest.mark.parametrize("block", [5, 64])
@@ -93,7 +91,7 @@ def test_a_query_that_sees_nothing_is_zero_and_has_finite_gradients() -> None:
     blind = packed()._replace(key_segment=jnp.full((B, T), -1, jnp.int32))
     assert_close(flash(*case(0)[:3], blind, 8)[0], jnp.zeros((B, C, N, H)), 0)
     for steps in (0, 2):
-        out, grads = differentiate(partial(step, blind, False), case(steps))
+        out, grads = differentiate(partial(step, blind), case(steps))
         assert all(np.all(np.isfinite(x)) for x in (out, *grads))
         assert all(np.all(np.asarray(g) == 0) for g in grads[1:3])
 
@@ -103,7 +101,7 @@ def test_garbage_out_of_sight_changes_nothing() -> None:
     operands = case(1)
     unseen = (sight.key_segment < 0)[:, :, None, None]
     loud = (operands[0], *(jnp.where(unseen, 1e4, x) for x in operands[1:3]), *operands[3:])
-    one, other = (differentiate(partial(step, sight, False), x) for x in (operands, loud))
+    one, other = (differentiate(partial(step, sight), x) for x in (operands, loud))
     assert_close(one[0], other[0], 0)
     assert_close(one[1][0], other[1][0], 0)
 
@@ -150,7 +148,7 @@ def test_temporaries_at_most_double_with_the_length() -> None:
 def test_bfloat16_products_keep_float32_sums() -> None:
     sight = packed()
     operands = case(1)
-    out = step(sight, False, *(x.astype(jnp.bfloat16) for x in operands[:5]))
+    out = step(sight, *(x.astype(jnp.bfloat16) for x in operands[:5]))
     assert out.dtype == jnp.bfloat16
-    want = step(sight, False, *(x.astype(jnp.bfloat16).astype(jnp.float32) for x in operands[:5]))
+    want = step(sight, *(x.astype(jnp.bfloat16).astype(jnp.float32) for x in operands[:5]))
     np.testing.assert_allclose(out.astype(jnp.float32), want, rtol=2e-2, atol=2e-2)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.params import named_variables
+from eagle3_jax.params import fill, named_variables
 from eagle3_jax.trainer import Fixed, TrainConfig, new_state, split, train_step
 from eagle3_jax.ttt import Batch, Frozen, recipe
 
@@ -34,11 +34,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="lengths of the one row")
     parser.add_argument("--ttt-steps", type=int, default=7)
     parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--remat", action="store_true", help="recompute the head's layer in the backward pass")
     args = parser.parse_args()
     draft_config = DraftConfig.for_target(LLAMA_8B, args.draft_vocab)
     before = None
     for T in args.tokens:
-        config = TrainConfig(recipe=recipe("aligned", steps=args.ttt_steps), rows=1, row_tokens=T, row_slots=T)
+        config = TrainConfig(recipe=recipe("aligned", steps=args.ttt_steps), rows=1, row_tokens=T, row_slots=T, remat=args.remat)
         begun = time.perf_counter()
         memory = compiled(draft_config, config).memory_analysis()
         size = memory.temp_size_in_bytes
@@ -53,8 +54,6 @@ def compiled(draft_config: DraftConfig, config: TrainConfig) -> jax.stages.Compi
     def shapes() -> tuple:
         draft = Eagle3Draft(draft_config)
         values = {name: jnp.zeros(v.get_value().shape, v.get_value().dtype) for name, v in named_variables(draft)}
-        from eagle3_jax.params import fill
-
         params, variables = split(fill(draft, values), config.recipe)
         embed = jnp.zeros((LLAMA_8B.vocab_size, LLAMA_8B.hidden_size), jnp.bfloat16)
         frozen = Frozen(embed, jnp.zeros((LLAMA_8B.hidden_size, draft_config.draft_vocab_size), jnp.bfloat16))
