@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import PreservationContext, PreservationPolicy
 
 from eagle3_jax.batches import Cursor
+from eagle3_jax.config import HEAD_VARIANTS
 from eagle3_jax.trainer import TrainConfig, TrainState
 
 
@@ -189,7 +190,7 @@ def _on_plateau(run: Mapping[str, Any], step: int) -> bool:
     return steps is not None and decay is not None and step <= steps - decay
 
 
-_DEFAULTS = flatten({"train": dataclasses.asdict(TrainConfig())})
+_DEFAULTS = flatten({"train": dataclasses.asdict(TrainConfig()), "draft": dict.fromkeys((*HEAD_VARIANTS, "own_embedding"), False)})
 
 
 def _leaves(state: TrainState) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -140,8 +140,13 @@ class Models:
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
 
-def load_models(args: argparse.Namespace, need_tokenizer: bool, mesh: Mesh | None = None) -> Models:
-    """Target, draft and tokenizer as the options say; ValueErrors name what is missing. A tokenizer that is not needed may be missing."""
+def load_models(
+    args: argparse.Namespace, need_tokenizer: bool, mesh: Mesh | None = None, reading: Mapping[str, Any] | None = None
+) -> Models:
+    """Target, draft and tokenizer as the options say; ValueErrors name what is missing. A tokenizer that is not needed may be missing.
+
+    reading: further arguments of `load_draft`, how the head's files are to be read.
+    """
     if args.draft is not None and args.draft_model is not None:
         raise ValueError("--draft-model: a draft is a head (--draft) or a language model, not both")
     if args.draft is None and args.draft_model is None and args.target not in BUILTIN_MODELS:
@@ -164,7 +169,7 @@ def load_models(args: argparse.Namespace, need_tokenizer: bool, mesh: Mesh | Non
             draft = LanguageModelDraft.of(load_target(args.draft_model, args.dtype, mesh, weights=drafted), target)
     elif args.draft != "none":
         with status("loading the head"):
-            draft = load_draft(args.draft or args.target, target, args.dtype, mesh, weights=drafted)
+            draft = load_draft(args.draft or args.target, target, args.dtype, mesh, weights=drafted, **(reading or {}))
     return Models(target, draft, tokenizer)
 
 

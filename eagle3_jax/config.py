@@ -223,6 +223,11 @@ class DraftConfig:
 
     `taps` are entering-block ids: tap k is the residual stream that ENTERS target block k.
     `target_num_layers` is the depth L of the target that the head was made for, where it is known.
+
+    Variants, with the meaning that vLLM's `llama_eagle3.py` gives them; a plain EAGLE-3 head has none:
+    norm_before_residual: the residual starts from hidden_norm(x) instead of x. norm_before_fc: one norm over the fused features [A]
+    before fc. fc_norm: one norm per tap before fc (after the former). norm_output: the state that is fed back is the normed one.
+    own_embedding: the head reads an embedding table of its own [V, draft's D] instead of the target's.
     """
 
     vocab_size: int
@@ -238,10 +243,20 @@ class DraftConfig:
     rope: RopeConfig = RopeConfig()
     max_position: int = 2048
     target_num_layers: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+        if self.hidden_size != self.target_hidden_size and not self.own_embedding:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}: "
+                "such a head needs an embedding of its own (embed_tokens.weight)"
+            )
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} must lie in 1..vocab_size ({self.vocab_size})")
         if len(set(self.taps)) != len(self.taps):
@@ -271,53 +286,85 @@ class DraftConfig:
 
     @classmethod
     def from_hf(
-        cls, config: Mapping[str, Any], target: TargetConfig, where: str = "config", taps: tuple[int, ...] | None = None
+        cls,
+        config: Mapping[str, Any],
+        target: TargetConfig,
+        where: str = "config",
+        taps: tuple[int, ...] | None = None,
+        convention: str | None = None,
+        own_embedding: bool = False,
     ) -> DraftConfig:
-        """Reads a head's `config.json` in the official dialect.
+        """Reads a head's flat `config.json` (official, SpecForge; `weights.dialects` flattens the others).
 
         The rotary base is the config's own, and 10000 without scaling where it names none (official inference).
-        Taps: those the config stores, else `taps`, else the official default for this target; see `stored_taps`.
+        Taps: those the config stores, else `taps`, else the official default for this target; see `stored_taps` for `convention`.
         """
         widths = _widths(config, where)
-        stored = stored_taps(config, target, where, taps)
+        stored = stored_taps(config, target, where, taps, convention)
         if stored is not None and taps is not None and stored != tuple(taps):
             raise ConfigError(f"{where}: the head was made with taps {stored}, asked for {tuple(taps)}")
         chosen = stored or taps or default_taps(target.num_layers)
+        rope, trained = RopeConfig.from_hf(config, where), int(number(config, "max_position_embeddings", where, 2048))
         return cls(
             draft_vocab_size=int(config.get("draft_vocab_size") or widths["vocab_size"]),
             target_hidden_size=int(config.get("target_hidden_size") or widths["hidden_size"]),
             taps=check_taps(tuple(chosen), target),
-            rope=RopeConfig.from_hf(config, where),
-            max_position=int(config.get("max_position_embeddings", 2048)),
+            rope=rope,
+            max_position=_context(config, rope, trained, where),
             target_num_layers=int(config.get("target_num_hidden_layers") or target.num_layers),
+            own_embedding=own_embedding,
+            **{key: _flag(config, key, where) for key in HEAD_VARIANTS},
             **widths,
         )
 
 
+HEAD_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""The switches of `DraftConfig`, by the names that config files use."""
+
+TAP_CONVENTIONS = ("entering", "output")
+"""What an id k of `eagle_aux_hidden_state_layer_ids` means: the state entering block k (vLLM), or block k's output (SGLang)."""
+
+TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
 def stored_taps(
-    config: Mapping[str, Any], target: TargetConfig, where: str, expected: tuple[int, ...] | None = None
+    config: Mapping[str, Any],
+    target: TargetConfig,
+    where: str,
+    expected: tuple[int, ...] | None = None,
+    convention: str | None = None,
 ) -> tuple[int, ...] | None:
     """The entering-block ids that a head's config stores, or None.
 
     `eagle_taps` means what it says. `eagle_aux_hidden_state_layer_ids` (top level or inside `eagle_config`) is written by some trainers
-    as entering-block ids and by others as output-of-block ids, one lower; it is taken only where both readings are settled: by
-    `eagle_taps` or `expected`, or because the ids are the default of either convention. Raises ConfigError otherwise, rather than guess.
+    as entering-block ids and by others as output-of-block ids, one lower; `convention` says which. Unsaid, it is taken only where both
+    readings are settled: by `eagle_taps` or `expected`, because the top level's ids are those inside `eagle_config` plus one (each
+    reader gets its own), or because the ids are the default of either convention. Raises ConfigError otherwise, rather than guess.
     """
-    own = config.get("eagle_taps")
-    nested = config.get("eagle_config")
-    known = own if own else expected
-    for ids in (config.get("eagle_aux_hidden_state_layer_ids"), (nested or {}).get("eagle_aux_hidden_state_layer_ids")):
-        if not ids:
-            continue
-        candidates = (tuple(int(k) for k in ids), tuple(int(k) + 1 for k in ids))
-        settled = tuple(int(k) for k in known) if known else default_taps(target.num_layers)
-        if settled not in candidates:
-            raise ConfigError(
-                f"{where}: eagle_aux_hidden_state_layer_ids {candidates[0]} fits neither taps {settled} nor the ids one lower, "
-                "and does not say whether a block's input or its output is meant; name the taps (entering-block ids) when loading"
-            )
-        own = settled
-    return tuple(int(k) for k in own) if own else None
+    if convention is not None and convention not in TAP_CONVENTIONS:
+        raise ConfigError(f"tap convention {convention!r} is unknown (known: {', '.join(TAP_CONVENTIONS)})")
+    own, top = _blocks(config, "eagle_taps", where), _blocks(config, TAP_IDS, where)
+    nested = _blocks(config.get("eagle_config") or {}, TAP_IDS, where)
+    if top and nested and top == tuple(k + 1 for k in nested):
+        found = [top]
+    elif convention is None:
+        found = [_settle(ids, own or expected or default_taps(target.num_layers), where) for ids in (top, nested) if ids]
+    else:
+        found = [tuple(k + (convention == "output") for k in ids) for ids in (top, nested) if ids]
+    found += [own] if own else []
+    if any(taps != found[0] for taps in found):
+        raise ConfigError(f"{where}: the stored taps contradict each other: {' and '.join(map(str, dict.fromkeys(found)))}")
+    return found[0] if found else None
+
+
+def _settle(ids: tuple[int, ...], known: tuple[int, ...], where: str) -> tuple[int, ...]:
+    """`known` if `ids` are those or one lower."""
+    if tuple(known) not in (ids, tuple(k + 1 for k in ids)):
+        raise ConfigError(
+            f"{where}: {TAP_IDS} {ids} fits neither taps {tuple(known)} nor the ids one lower, and does not say whether a block's input "
+            "or its output is meant; name the taps (entering-block ids) or the tap convention when loading"
+        )
+    return tuple(known)
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
@@ -337,12 +384,28 @@ def check_taps(taps: tuple[int, ...], target: TargetConfig) -> tuple[int, ...]:
     return tuple(taps)
 
 
+class DuplicateKeyError(ValueError):
+    """The key that a JSON object holds twice."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=...)`: DuplicateKeyError for an object that names a key twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise DuplicateKeyError(key)
+        found[key] = value
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ConfigError names the file when it is missing, broken, or not an object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
+    except DuplicateKeyError as error:
+        raise ConfigError(f"{path}: the key {error.args[0]!r} is there twice") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
@@ -375,6 +438,14 @@ def number(config: Mapping[str, Any], key: str, where: str, default: float | Non
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ConfigError(f"{where}: {key} must be a positive number, found {value!r}")
     return float(value)
+
+
+def _blocks(config: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    """The block ids of a field that may be absent, null or empty."""
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(k, int) and not isinstance(k, bool) for k in value):
+        raise ConfigError(f"{where}: {key} must be a list of block ids, found {value!r}")
+    return tuple(value)
 
 
 def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:

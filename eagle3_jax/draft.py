@@ -1,6 +1,7 @@
 """The EAGLE-3 head: fuse three target features, one decoder layer over [token embedding; state], a reduced output head.
 
-Source: paper section 3.1; official code `eagle/model/cnets.py`. The embedding table is the target's and is passed in.
+Source: paper section 3.1; official code `eagle/model/cnets.py`. The embedding table is the target's and is
+passed in, unless the head has its own. Variants (norms before fc, of the residual, of the output): vLLM's `llama_eagle3.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from eagle3_jax.attention import attend, causal_mask
 from eagle3_jax.cache import BlockKV, Cache, append, empty_cache
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
-from eagle3_jax.params import VocabMap, param
+from eagle3_jax.params import VocabMap, fill, named_variables, param
 from eagle3_jax.sharding import constrain, lookup
 
 
 class Eagle3Draft(nnx.Module):
     """Trainable parameters (weights [in, out]) and the vocabulary map.
 
-    d2t: int32 [U], the target id of each draft id (absolute, ascending; on disk it is an offset).
+    d2t: int32 [U], the target id of each draft id (absolute, ascending; on disk it is an offset). fused_norm [A],
+    fc_norm [taps, target's D] and embed [V, D] exist where the configuration asks for them.
     """
 
     def __init__(self, config: DraftConfig):
@@ -29,6 +31,12 @@ class Eagle3Draft(nnx.Module):
         q_width, kv_width = config.num_heads * H, config.num_kv_heads * H
         self.config = config
         self.fc = param((A, D), ("fused", "embed"))
+        if config.norm_before_fc:
+            self.fused_norm = param((A,), ("norm",), "ones")
+        if config.fc_norm:
+            self.fc_norm = param((len(config.taps), config.target_hidden_size), (None, "norm"), "ones")
+        if config.own_embedding:
+            self.embed = param((config.vocab_size, D), ("vocab", "embed"))
         self.input_norm = param((D,), ("norm",), "ones")
         self.hidden_norm = param((D,), ("norm",), "ones")
         self.q = param((2 * D, q_width), ("embed", "heads"))
@@ -91,9 +99,25 @@ class Eagle3Draft(nnx.Module):
         return logits(self, a), a, kv
 
 
+def reread(draft: Eagle3Draft, config: DraftConfig) -> Eagle3Draft:
+    """The same weights read by another configuration. Raises ValueError where that would need other weights."""
+    return fill(Eagle3Draft(config), {name: variable.get_value() for name, variable in named_variables(draft)})
+
+
 def fuse(draft: Eagle3Draft, features_BTA: jax.Array) -> jax.Array:
     """g [B, T, D]: only target features pass through fc; the draft's own output never does."""
-    return linear(features_BTA.astype(draft.dtype), draft.fc[...])
+    c, x = draft.config, features_BTA.astype(draft.dtype)
+    if c.norm_before_fc:
+        x = rms_norm(x, draft.fused_norm[...], c.rms_norm_eps)
+    if c.fc_norm:
+        parts, weights = jnp.split(x, len(c.taps), axis=-1), draft.fc_norm[...]
+        x = jnp.concatenate([rms_norm(part, weights[i], c.rms_norm_eps) for i, part in enumerate(parts)], axis=-1)
+    return linear(x, draft.fc[...])
+
+
+def table(draft: Eagle3Draft, embed_VD: jax.Array) -> jax.Array:
+    """The embedding table [V, D] that the draft reads: the target's, which is given, or the head's own where it has one."""
+    return draft.embed[...] if draft.config.own_embedding else embed_VD
 
 
 def project_qkv(
@@ -112,17 +136,27 @@ def project_qkv(
 
 
 def finish_layer(draft: Eagle3Draft, x_BTD: jax.Array, attended_BTNH: jax.Array) -> jax.Array:
-    """a [B, T, D]: residual x plus attention output, then the MLP. This a, not normed, is what the next step reads."""
+    """a [B, T, D], which the next step and `logits` read: residual x plus attention output, then the MLP.
+
+    The residual is x as it came (normed for `norm_before_residual` heads), and a is not normed (but for `norm_output` heads).
+    """
+    c = draft.config
     B, T, _ = x_BTD.shape
-    x = x_BTD + linear(attended_BTNH.reshape(B, T, -1), draft.o[...])
-    u = rms_norm(x, draft.mlp_norm[...], draft.config.rms_norm_eps)
-    return x + linear(swiglu(linear(u, draft.gate[...]), linear(u, draft.up[...])), draft.down[...])
+    residual = rms_norm(x_BTD, draft.hidden_norm[...], c.rms_norm_eps) if c.norm_before_residual else x_BTD
+    x = residual + linear(attended_BTNH.reshape(B, T, -1), draft.o[...])
+    u = rms_norm(x, draft.mlp_norm[...], c.rms_norm_eps)
+    a = x + linear(swiglu(linear(u, draft.gate[...]), linear(u, draft.up[...])), draft.down[...])
+    return rms_norm(a, draft.norm[...], c.rms_norm_eps) if c.norm_output else a
+
+
+def normed(draft: Eagle3Draft, a: jax.Array) -> jax.Array:
+    """What the output head multiplies, of a [..., D]: norm(a), which an a of a `norm_output` head is already."""
+    return a if draft.config.norm_output else rms_norm(a, draft.norm[...], draft.config.rms_norm_eps)
 
 
 def logits(draft: Eagle3Draft, a: jax.Array) -> jax.Array:
     """float32 [..., U] from a [..., D]; on a mesh each device keeps its part of U."""
-    normed = rms_norm(a, draft.norm[...], draft.config.rms_norm_eps)
-    return constrain(linear(normed, draft.head[...]), "rows", *(None,) * (a.ndim - 2), "draft_vocab").astype(jnp.float32)
+    return constrain(linear(normed(draft, a), draft.head[...]), "rows", *(None,) * (a.ndim - 2), "draft_vocab").astype(jnp.float32)
 
 
 def forward(
@@ -140,7 +174,7 @@ def forward(
     tokens: target ids, the token AFTER each x. x: g at real positions, a at drafted ones.
     Keys: the cache's valid slots, then `earlier` drafted pairs, then these T; mask [B, T, R] covers the last two.
     """
-    embedded = lookup(embed_VD, tokens_BT).astype(draft.dtype)
+    embedded = lookup(table(draft, embed_VD), tokens_BT).astype(draft.dtype)
     q, k, v = project_qkv(draft, embedded, x_BTD, positions_BT)
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)

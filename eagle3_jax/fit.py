@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax.batches import BatchSource, Cursor
 from eagle3_jax.checkpoint import Checkpoints
-from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.draft import Eagle3Draft, table
 from eagle3_jax.placing import check_rows, own_rows, place_batch, place_fixed, place_rows, place_state, whole
 from eagle3_jax.reporting import Reporter
 from eagle3_jax.target import Target
@@ -47,6 +48,7 @@ def fit(
         raise ValueError("an online configuration needs the target, and no other takes it")
     check_rows(config.rows, mesh)
     params, variables = split(draft, config.recipe)
+    frozen = dataclasses.replace(frozen, embed=table(draft, frozen.embed))
     state, cursor = place_state(new_state(params, config), draft.config, mesh), Cursor()
     fixed = place_fixed(Fixed(frozen, variables, target), draft.config, mesh)
     if checkpoints is not None and resume and checkpoints.latest is not None:

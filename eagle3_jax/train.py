@@ -27,6 +27,7 @@ from eagle3_jax.features import Selection, identity, open_cache, select, write_c
 from eagle3_jax.fit import fit
 from eagle3_jax.flops import peak_flops, step_flops
 from eagle3_jax.generate import generate
+from eagle3_jax.model_card import model_card
 from eagle3_jax.params import initialize
 from eagle3_jax.placing import check_rows
 from eagle3_jax.reporting import Reporter
@@ -35,6 +36,7 @@ from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.tree_names import tree_name
 from eagle3_jax.ttt import Frozen
 from eagle3_jax.weights import load_target, save_head
 from eagle3_jax.writers import JsonLines, TensorBoard, WeightsAndBiases, Writer
@@ -139,6 +141,7 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
         flops=step_flops(draft_config, config, target.config if config.online else None).total,
         peak=peak_flops(config.compute),
     )
+    figures: list[float] = []
     try:
         trained = fit(
             draft,
@@ -151,7 +154,7 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
             checkpoint_every=job.checkpoint_every,
             held_out=sources["held_out"].once if held_out.examples else None,
             evaluate_every=job.evaluate_every,
-            decode=decoder(target, held_out, job) if job.decode_every else None,
+            decode=decoder(target, held_out, job, figures) if job.decode_every else None,
             decode_every=job.decode_every or config.steps,
             resume=job.resume,
             mesh=mesh,
@@ -159,10 +162,27 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     finally:
         reporter.close()
         checkpoints.close()
+    card = head_card(job, config, draft_config, len(training.examples), len(held_out.examples), figures)
     if is_first():
-        save_head(trained, out / "head", overwrite=True)
+        save_head(trained, out / "head", overwrite=True, target_name=job.target, card=card)
     wait_for_all("head")
     return out / "head"
+
+
+def head_card(job: TrainJob, config: TrainConfig, draft: DraftConfig, training: int, held_out: int, figures: Sequence[float]) -> str:
+    """The card of the run's head; `figures`: acceptance lengths of the decodes of this process, of whose best the head is."""
+    tree = "default tree" if job.decode_tree is None else f"`{tree_name(job.decode_tree)}`"
+    prompts = f"{job.decode_prompts} held-out prompts, {job.decode_tokens} tokens each"
+    return model_card(
+        draft,
+        "official",
+        target_name=job.target,
+        data=f"{training:,} conversations of `{Path(job.data).name}`; {held_out:,} more were held out.",
+        recipe=f"`{config.recipe.name}`, {config.recipe.steps} unrolled steps, decay {config.recipe.decay:g}; {config.steps:,} updates of "
+        f"{config.rows * config.accumulate} rows of {config.row_tokens} tokens, {config.optimizer}, peak learning rate {config.peak_lr:g}, "
+        f"seed {config.seed}, start {job.start}.",
+        acceptance=[f"{max(figures):.3f} tokens per cycle, {tree}, temperature 0, {prompts}."] if figures else [],
+    )
 
 
 def open_writers(job: TrainJob, about: dict[str, Any], resume_at: int) -> list[Writer]:
@@ -176,13 +196,21 @@ def open_writers(job: TrainJob, about: dict[str, Any], resume_at: int) -> list[W
     return writers
 
 
-def decoder(target: Target, held_out: Selection, job: TrainJob) -> Callable[[Eagle3Draft], float]:
-    """The acceptance length of a greedy decode of the first held-out prompts: each example up to its first answer."""
+def decoder(target: Target, held_out: Selection, job: TrainJob, figures: list[float]) -> Callable[[Eagle3Draft], float]:
+    """The acceptance length of a greedy decode of the first held-out prompts: each example up to its first answer.
+
+    Every figure is added to `figures` too.
+    """
     prompts = [ids[: int(np.argmax(response > 0))].tolist() for ids, response in held_out.examples]
     prompts = [prompt for prompt in prompts if prompt][: job.decode_prompts]
     if not prompts:
         raise ValueError("no held-out example has a prompt before its answer, so none can be decoded")
-    return lambda draft: generate(target, draft, prompts, job.decode_tokens, tree=job.decode_tree).tau
+
+    def decode(draft: Eagle3Draft) -> float:
+        figures.append(generate(target, draft, prompts, job.decode_tokens, tree=job.decode_tree).tau)
+        return figures[-1]
+
+    return decode
 
 
 def select_examples(job: TrainJob, config: TrainConfig) -> tuple[Selection, Selection]:

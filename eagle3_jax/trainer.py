@@ -124,8 +124,8 @@ class StepMetrics(NamedTuple):
 
 
 def is_trained(name: str, recipe: Recipe) -> bool:
-    """Whether training moves the draft's variable `name`."""
-    return name != "d2t" and (recipe.train_head or name != "head") and (recipe.train_fusion or name != "fc")
+    """Whether training moves the draft's variable `name`. An embedding of the head's own stays as it came, as the target's does."""
+    return name not in ("d2t", "embed") and (recipe.train_head or name != "head") and (recipe.train_fusion or name != "fc")
 
 
 def split(draft: Eagle3Draft, recipe: Recipe) -> tuple[Params, dict[str, jax.Array]]:

@@ -17,7 +17,6 @@ from eagle3_jax import draft as draft_model
 from eagle3_jax.attention import ttt_attend
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.flash import Sight
-from eagle3_jax.layers import rms_norm
 from eagle3_jax.losses import feature_distance, head_loss
 
 
@@ -100,7 +99,8 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """What training reads and never changes: embed [V, D], the target's table; teacher_head [D, U], the kept columns of its head."""
+    """What training reads and never changes: embed [V, D], the table that the draft reads (`draft.table`);
+    teacher_head [D, U], the kept columns of the target's head."""
 
     embed: jax.Array
     teacher_head: jax.Array
@@ -195,7 +195,7 @@ def ttt_loss(
         return jnp.take_along_axis(x, at_BC.reshape(*at_BC.shape, *(1,) * (x.ndim - 2)), axis=1)
 
     states_JBCD = _unroll(draft, frozen.embed, batch, J, pick, remat)
-    normed = rms_norm(states_JBCD, draft.norm[...], draft.config.rms_norm_eps)
+    normed = draft_model.normed(draft, states_JBCD)
 
     # From here on row c stands for the token PREDICTED after position slots[c] + 1: its teacher is one, its drafts are those of step s
     # at slot slots[c] - s, which is entry c - s because scored slots come in runs.

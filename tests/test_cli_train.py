@@ -61,6 +61,8 @@ def test_a_run_stopped_and_resumed(target: Path, conversations: Path, tmp_path: 
     assert [r["step"] for r in records if "held_out" in r] == [3, 4]
 
     model = load_target(target)
+    card = (out / "head" / "README.md").read_text()
+    assert "`aligned`" in card and "conversations of" in card and "not recorded" not in card
     head = load_draft(out / "head", model)
     assert np.abs(np.asarray(head.fc[...])).max() > 0
     prompt = [[3, 4, 5]]

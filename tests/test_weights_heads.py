@@ -20,7 +20,7 @@ from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import fill, named_variables
 from eagle3_jax.target import Target
 from eagle3_jax.weights import WeightsError, load_draft, load_head, save_head
-from eagle3_jax.weights.heads import DIALECTS
+from eagle3_jax.weights.dialects import head_rows
 
 TARGET = TargetConfig(
     vocab_size=10,
@@ -34,6 +34,8 @@ TARGET = TargetConfig(
     rope=RopeConfig(theta=5000.0),
 )
 KEPT = [0, 3, 5, 9]
+NO_TAPS: dict[str, Any] = dict.fromkeys(("eagle_taps", "eagle_aux_hidden_state_layer_ids", "eagle_config"))
+OFFICIAL = head_rows(DraftConfig.for_target(TARGET, len(KEPT)), "midlayer.")
 
 
 def make_head(kept: list[int] | None = None, target: TargetConfig = TARGET, **changes: Any) -> Eagle3Draft:
@@ -74,7 +76,7 @@ def test_round_trip(dtype: str, tmp_path: Path):
 
 def test_what_is_on_disk(folder: Path):
     head, tensors = make_head(), load_file(folder / "model.safetensors")
-    assert set(tensors) == {row.key for row in DIALECTS["official"]} | {"d2t", "t2d"}
+    assert set(tensors) == {row.key for row in OFFICIAL} | {"d2t", "t2d"}
     D, F, A, U = 8, 12, 24, 4
     shapes = {"fc": (D, A), "midlayer.self_attn.q_proj": (12, 2 * D), "midlayer.self_attn.k_proj": (6, 2 * D), "lm_head": (U, D)}
     shapes |= {"midlayer.self_attn.o_proj": (D, 12), "midlayer.mlp.gate_proj": (F, D), "midlayer.mlp.down_proj": (D, F), "norm": (D,)}
@@ -86,6 +88,9 @@ def test_what_is_on_disk(folder: Path):
     expected |= {"vocab_size": 10, "head_dim": 6, "eagle_taps": [2, 4, 5], "rope_theta": 5000.0, "torch_dtype": "float32"}
     assert expected.items() <= config.items()
     assert config["rope_parameters"]["rope_theta"] == 5000.0
+    # The official code would read the embedding from this file, which holds none, instead of from the target.
+    assert "target_hidden_size" not in config
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
 
 
 def test_float16_is_upcast_and_computed_in_float32(tmp_path: Path):
@@ -170,7 +175,7 @@ def test_every_deleted_key_is_named(folder: Path):
             load_head(folder, TARGET)
 
 
-@pytest.mark.parametrize("key", ["embed_tokens.weight", "midlayer.self_attn.q_proj.bias", "fc_norm.0.weight", "layers.0.norm.weight"])
+@pytest.mark.parametrize("key", ["midlayer.self_attn.q_proj.bias", "fc.bias", "fc_norm.7.weight", "mask_hidden", "verifier_norm.weight"])
 def test_an_extra_key_is_named(key: str, folder: Path):
     edit(folder, {key: np.zeros(8, np.float32)})
     with pytest.raises(WeightsError, match=rf"'{key}' is not part"):
@@ -179,7 +184,7 @@ def test_an_extra_key_is_named(key: str, folder: Path):
 
 def test_every_wrong_shape_is_named(folder: Path):
     whole = load_file(folder / "model.safetensors")
-    for row in DIALECTS["official"]:
+    for row in OFFICIAL:
         save_file(whole | {row.key: np.zeros((5, 5), np.float32)}, folder / "model.safetensors")
         with pytest.raises(WeightsError, match=rf"model\.safetensors: tensor '{row.key}' has shape \(5, 5\), expected"):
             load_head(folder, TARGET)
@@ -219,14 +224,16 @@ def test_a_head_for_another_target_is_refused_with_both_numbers(changes: dict[st
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual"),
-        ({"norm_output": True}, "norm_output"),
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type"),
+        ({"norm_output": "yes"}, "norm_output must be true or false"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "not an EAGLE-3 head"),
+        ({"sliding_window": 512}, "sliding_window 512"),
+        ({"target_layer_ids": [1, 9, 17, 25, 33]}, "target_layer_ids"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ({"model_type": "qwen3"}, "model_type 'qwen3'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn'"),
         ({"draft_vocab_size": 11}, "draft_vocab_size 11"),
-        ({"hidden_size": 6, "target_hidden_size": 8}, "narrower"),
+        ({"hidden_size": 6, "target_hidden_size": 8}, "needs an embedding of its own"),
         ({"intermediate_size": None}, "intermediate_size"),
     ],
 )
@@ -262,7 +269,8 @@ def entering(powers_target: Target) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("taps", "numbers"), [(None, [11, 1111, 11111]), ((0, 1, 7), [0, 1, 1111111]), ((2, 3, 6), [11, 111, 111111]), ((7, 1), [1111111, 1])]
+    ("taps", "numbers"),
+    [(None, [11, 1111, 11111]), ((0, 1, 7), [0, 1, 1111111]), ((2, 3, 6), [11, 111, 111111]), ((7, 1, 3), [1111111, 1, 111])],
 )
 def test_taps_are_stored_and_mean_the_state_entering_the_block(
     taps: tuple[int, ...] | None, numbers: list[int], powers_target: Target, entering: np.ndarray, tmp_path: Path
@@ -274,7 +282,7 @@ def test_taps_are_stored_and_mean_the_state_entering_the_block(
 
 
 def test_a_head_without_stored_taps_gets_the_official_default_or_those_named(folder: Path):
-    edit(folder, config={"eagle_taps": None, "eagle_aux_hidden_state_layer_ids": None, "target_num_hidden_layers": None})
+    edit(folder, config=NO_TAPS | {"target_num_hidden_layers": None})
     assert load_head(folder, TARGET).config.taps == (2, 4, 5)
     assert load_head(folder, dataclasses.replace(TARGET, num_layers=30)).config.taps == (2, 15, 27)
     assert load_head(folder, TARGET, taps=(1, 4, 6)).config.taps == (1, 4, 6)
@@ -287,7 +295,7 @@ def test_a_head_without_stored_taps_gets_the_official_default_or_those_named(fol
 def test_stored_taps_that_do_not_fit_are_refused(folder: Path):
     with pytest.raises(ConfigError, match=r"made with taps \(2, 4, 5\), asked for \(1, 3, 4\)"):
         load_head(folder, TARGET, taps=(1, 3, 4))
-    edit(folder, config={"eagle_taps": [2, 15, 27], "eagle_aux_hidden_state_layer_ids": None, "target_num_hidden_layers": None})
+    edit(folder, config=NO_TAPS | {"eagle_taps": [2, 15, 27], "target_num_hidden_layers": None})
     with pytest.raises(ConfigError, match=r"\(2, 15, 27\).*0\.\.7"):
         load_head(folder, TARGET)
 
@@ -309,7 +317,7 @@ def test_ids_of_either_convention(ids: list[int], given: tuple[int, ...] | None,
 
 
 def test_ids_that_could_mean_either_are_not_guessed(folder: Path):
-    edit(folder, config={"eagle_taps": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]})
+    edit(folder, config=NO_TAPS | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]})
     with pytest.raises(ConfigError, match=r"\(1, 3, 5\).*name the taps"):
         load_head(folder, TARGET)
     edit(folder, config={"eagle_taps": [2, 4, 5]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from flax import nnx
@@ -54,10 +53,15 @@ def load_draft(
     mesh: Mesh | None = None,
     *,
     weights: str = "float",
+    taps: tuple[int, ...] | None = None,
+    rope_theta: float | None = None,
+    dialect: str | None = None,
+    tap_convention: str | None = None,
 ) -> Eagle3Draft:
     """The EAGLE-3 head, filled, in `dtype`, checked against `target`.
 
-    path_or_id: a folder in the official dialect (safetensors or pytorch_model.bin), a hub id, or the built-in name "smollm2-135m".
+    path_or_id: a folder (safetensors or pytorch_model.bin; official, SpecForge or speculators), a hub id, or the built-in name
+    "smollm2-135m". taps, rope_theta, dialect, tap_convention: what the files leave open or have wrong; see `load_head`.
     mesh: the target's.
     weights: as for `load_target`.
     Raises WeightsError or ConfigError naming file and key, or both numbers where the head is for another target.
@@ -66,7 +70,8 @@ def load_draft(
     path = locate(path_or_id, {name: partial(builtin_head, name) for name in BUILTIN_MODELS}, PATTERNS, OTHERWISE)
     if not path.is_dir():
         raise WeightsError(f"{path}: expected the folder of a head (config.json and its tensors)")
-    head = _rounded(place(load_head(Path(path), target, dtype=dtype), mesh), weights)
+    head = load_head(path, target, taps, rope_theta, dtype, dialect=dialect, tap_convention=tap_convention)
+    head = _rounded(place(head, mesh), weights)
     if (path / FILE).is_file():
         attach(head, read_survival(path / FILE))
     return head

@@ -132,6 +132,9 @@ def write_rows(module: nnx.Module, rows: Iterable[Row], dtype: np.dtype) -> dict
         if isinstance(values[row.path], Int8):
             raise WeightsError(f"tensor {row.key!r} is int8 in this model, and int8 weights are not saved; save the model it was made from")
         array = np.asarray(values[row.path])
+        if row.index is not None:
+            inputs = array.shape[:1] if row.transpose else ()
+            array = array[(slice(None),) * len(inputs) + row.index].reshape(*inputs, -1)
         with np.errstate(over="ignore"):
             stored = np.array(array.T if row.transpose else array, dtype=dtype, order="C")
         if not np.isfinite(stored.astype(np.float32)).all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.config import read_json
+from eagle3_jax.config import DuplicateKeyError, read_json, unique_keys
 from eagle3_jax.weights.table import WeightsError
 from eagle3_jax.weights.torch_file import TorchFile
 
@@ -17,6 +18,8 @@ SINGLE = "model.safetensors"
 # In the order of preference: (a single file, the index of shards).
 LAYOUTS = ((SINGLE, f"{SINGLE}.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
 # Checked by name: numpy would hand out the bytes of a float8 checkpoint, whose scales are missing, without a word.
+MAX_HEADER = 100_000_000
+"""Bytes; the format's own limit."""
 STORED = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
@@ -39,6 +42,7 @@ class SafetensorsFile:
         from safetensors import SafetensorError, safe_open
 
         self.path = path
+        _refuse_duplicates(path)
         try:
             self._handle: Any = safe_open(path, framework="numpy")
         except (SafetensorError, OSError) as error:
@@ -58,6 +62,20 @@ class SafetensorsFile:
         except Exception as error:  # The reader's own class, or numpy's for a dtype it lacks.
             raise WeightsError(f"{self.path}: tensor {key!r} cannot be read ({error})") from error
         return array.view(jnp.bfloat16) if stored == "BF16" else array
+
+
+def _refuse_duplicates(path: Path) -> None:
+    """Raises WeightsError where the header names a tensor twice, of which a reader would silently take one."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        # A wrong size is the reader's to report.
+        header = file.read(size) if size <= min(MAX_HEADER, path.stat().st_size) else b"{}"
+    try:
+        json.loads(header, object_pairs_hook=unique_keys)
+    except DuplicateKeyError as error:
+        raise WeightsError(f"{path}: tensor {error.args[0]!r} is there twice") from None
+    except ValueError:
+        pass
 
 
 class TensorFiles:
