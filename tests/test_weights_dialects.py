@@ -103,6 +103,7 @@ def test_what_each_dialect_writes(tmp_path: Path):
     [
         *(("official", {flag: True}, rf"official dialect cannot carry {flag}") for flag in LATER),
         ("official", {"taps": (2, 4)}, "2 taps"),
+        *((dialect, {"taps": (2, 4, 8)}, "tap 8, the final normed state") for dialect in ("official", "speculators")),
         ("specforge", {"taps": (0, 4, 5)}, r"specforge dialect cannot carry tap 0"),
         ("speculators", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc together with fc_norm"),
     ],
@@ -115,6 +116,13 @@ def test_what_a_dialect_cannot_carry_is_refused(dialect: str, changes: dict[str,
     with pytest.raises(WeightsError, match=r"'other' is unknown \(known: official, specforge, speculators\)"):
         save(make_head(), tmp_path / "head", "other")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_final_state_is_named_only_where_no_other_reader_looks(tmp_path: Path):
+    head = make_head(taps=(8,))
+    folder = save(head, tmp_path / "head", "specforge")
+    assert not {TAP_IDS, "eagle_config"} & json.loads((folder / "config.json").read_text()).keys()
+    assert_same(load_head(folder, TARGET), head)
 
 
 # --- read as others write ---

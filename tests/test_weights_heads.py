@@ -286,8 +286,8 @@ def test_a_head_without_stored_taps_gets_the_official_default_or_those_named(fol
     assert load_head(folder, TARGET).config.taps == (2, 4, 5)
     assert load_head(folder, dataclasses.replace(TARGET, num_layers=30)).config.taps == (2, 15, 27)
     assert load_head(folder, TARGET, taps=(1, 4, 6)).config.taps == (1, 4, 6)
-    with pytest.raises(ConfigError, match=r"\(1, 4, 8\).*0\.\.7"):
-        load_head(folder, TARGET, taps=(1, 4, 8))
+    with pytest.raises(ConfigError, match=r"\(1, 4, 9\).*0\.\.7"):
+        load_head(folder, TARGET, taps=(1, 4, 9))
     with pytest.raises(WeightsError, match=r"fc\.weight.*\(8, 24\).*\(8, 16\)"):
         load_head(folder, TARGET, taps=(1, 4))
 

@@ -108,7 +108,7 @@ def run_arm(material: Material, arm: Arm) -> ArmResult:
         train_seconds=seconds,
         cycle_seconds=cycle,
     )
-    save_head(draft, folder / "head", dtype="float32", overwrite=True)
+    save_head(draft, folder / "head", dtype="float32", overwrite=True, dialect="specforge")
     write_json(file, {"about": about, "result": dataclasses.asdict(result)})
     return result
 

@@ -181,16 +181,22 @@ def _layer_config(config: DraftConfig, dtype: str) -> dict[str, Any]:
 
 
 def _flat(config: DraftConfig, dtype: str) -> dict[str, Any]:
+    outputs = {TAP_IDS: [k - 1 for k in config.taps], "use_aux_hidden_state": True}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(config, dtype),
         "draft_vocab_size": config.draft_vocab_size,
         "target_num_hidden_layers": config.target_num_layers,
         "eagle_taps": list(config.taps),
-        TAP_IDS: list(config.taps),
+        **({} if _final(config) else {TAP_IDS: list(config.taps)}),
         # The embedding (tap 0) is no block's output.
-        **({} if 0 in config.taps else {"eagle_config": {TAP_IDS: [k - 1 for k in config.taps], "use_aux_hidden_state": True}}),
+        **({} if _final(config) or 0 in config.taps else {"eagle_config": outputs}),
     }
+
+
+def _final(config: DraftConfig) -> bool:
+    """Whether a tap is the target's final normed state, which ids of other readers cannot name (their L is not normed)."""
+    return config.target_num_layers in config.taps
 
 
 def _official(config: DraftConfig, dtype: str, target_name: str | None) -> dict[str, Any]:
@@ -201,6 +207,7 @@ def _official(config: DraftConfig, dtype: str, target_name: str | None) -> dict[
 
 def _official_refuses(config: DraftConfig) -> list[str]:
     reasons = [f"{key} (specforge and speculators can)" for key in HEAD_VARIANTS if getattr(config, key)]
+    reasons += [f"tap {config.target_num_layers}, the final normed state"] if _final(config) else []
     return reasons + ([f"{len(config.taps)} taps (its code reads 3)"] if len(config.taps) != 3 else [])
 
 
@@ -245,7 +252,8 @@ def _speculators(config: DraftConfig, dtype: str, target_name: str | None) -> di
 
 
 def _speculators_refuses(config: DraftConfig) -> list[str]:
-    return ["norm_before_fc together with fc_norm"] if config.norm_before_fc and config.fc_norm else []
+    reasons = ["norm_before_fc together with fc_norm"] if config.norm_before_fc and config.fc_norm else []
+    return reasons + ([f"tap {config.target_num_layers}, the final normed state"] if _final(config) else [])
 
 
 DIALECTS: dict[str, Dialect] = {
