@@ -219,6 +219,9 @@ def test_speculators_ids_are_entering_ids(tmp_path: Path):
     assert load_head(folder, TARGET, tap_convention="output").config.taps == (2, 4, 7)
     with pytest.raises(ConfigError, match=r"made with taps \(1, 3, 6\), asked for \(2, 4, 5\)"):
         load_head(folder, TARGET, taps=(2, 4, 5))
+    edit(folder, config={TAP_IDS: [1, 3, 8]})
+    with pytest.raises(ConfigError, match="before the final norm is not supported"):
+        load_head(folder, TARGET)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -119,7 +119,10 @@ class HeadFiles:
         for name, head, wanted in facts:
             if head is not None and head != wanted:
                 raise ConfigError(f"{path}: this head is for a target whose {name} is {head}; the given target's is {wanted}")
-        return DraftConfig.from_hf(flat, target, path, taps, tap_convention or self.dialect.convention, EMBEDDING in self.keys)
+        config = DraftConfig.from_hf(flat, target, path, taps, tap_convention or self.dialect.convention, EMBEDDING in self.keys)
+        if target.num_layers in config.taps and not flat.get("eagle_taps") and not taps:
+            raise ConfigError(f"{path}: taps {config.taps}: the last block's output before the final norm is not supported as a tap")
+        return config
 
     def vocab_map(self, config: DraftConfig) -> np.ndarray:
         """int32 [U] absolute target ids, ascending."""
