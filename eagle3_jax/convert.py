@@ -84,7 +84,8 @@ def convert_head(
         earlier=earlier.read_text(encoding="utf-8", errors="replace") if earlier.is_file() else None,
         **(card or {}),
     )
-    written = save_head(draft, out, kind, overwrite=overwrite, dialect=to, target_name=name, card=text)
+    embedding = known.embed[...] if to == "speculators" and isinstance(known, Target) else None
+    written = save_head(draft, out, kind, overwrite=overwrite, dialect=to, target_name=name, card=text, embedding=embedding)
     return {"source": str(source), "from": files.dialect.name, "to": to, "folder": str(written), "dtype": kind, **_about(draft)}
 
 

@@ -185,6 +185,11 @@ def test_an_embedding_is_kept_only_where_it_differs_from_the_targets(tmp_path: P
     folder = save(same, tmp_path / "same", "speculators", dtype="bfloat16")
     assert load_head(folder, target).config == make_head().config
     assert load_head(folder, TARGET).config.own_embedding, "nothing to compare with"
+    beside = save(make_head(), tmp_path / "beside", "speculators", embedding=target.embed[...])
+    assert load_file(beside / "model.safetensors")["embed_tokens.weight"].shape == (10, 8)
+    assert_same(load_head(beside, target), make_head())
+    with pytest.raises(WeightsError, match=r"embedding: \(4, 8\), expected \(10, 8\)"):
+        save(make_head(), tmp_path / "wrong", "speculators", embedding=target.embed[...][:4])
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,14 @@ def save_head(
     dialect: str = "official",
     target_name: str | None = None,
     card: str | None = None,
+    embedding: Any = None,
 ) -> Path:
     """Writes a head (config.json, model.safetensors, with `card` README.md) and returns the folder.
 
     dtype: "bfloat16", "float16" or "float32" on disk. extra_config: further keys for config.json, such as token ids or how it was trained.
     target_name: the target's hub id or folder, which the speculators dialect stores. card: see `model_card`.
+    embedding: the target's table [V, D], written too where the head has none of its own (the speculators package fills a missing one
+    from the target, but not reliably).
     The folder appears complete or not at all. Raises WeightsError for a folder that already holds a head (unless `overwrite`),
     what the dialect cannot carry, a weight that is not finite in `dtype`, or an extra key that contradicts the head.
     """
@@ -171,6 +174,10 @@ def save_head(
             raise WeightsError(f"extra_config: {key} is {value!r}, but the head's own is {config[key]!r}")
         config[key] = value
     tensors = head_tensors(draft, STORED_DTYPES[dtype], language)
+    if embedding is not None and not draft.config.own_embedding:
+        if tuple(embedding.shape) != (draft.config.vocab_size, draft.config.hidden_size):
+            raise WeightsError(f"embedding: {tuple(embedding.shape)}, expected {(draft.config.vocab_size, draft.config.hidden_size)}")
+        tensors[EMBEDDING] = np.array(embedding, dtype=STORED_DTYPES[dtype], order="C")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         new = Path(temporary) / folder.name
