@@ -54,9 +54,8 @@ def test_the_same_logits_and_the_same_head_back(case: str, python: str, folder: 
     target = load_target(folder)
     kept = list(range(3, 96, 4))
     head = make_head(kept, target.config, **CASES[case])
-    written = save_head(
-        head, tmp_path / "head", dtype="float32", dialect="speculators", target_name=str(folder), embedding=target.embed[...]
-    )
+    kept_along = {"dialect": "speculators", "target_name": str(folder), "embedding": target.embed[...]}
+    written = save_head(head, tmp_path / "head", dtype="float32", **kept_along)
     T, random = 12, np.random.default_rng(2)
     features = random.normal(size=(T, 3 * target.config.hidden_size)).astype(np.float32)
     tokens = random.integers(0, 96, T).astype(np.int32)
