@@ -1,6 +1,6 @@
 """What a compiled program does, read from its text: products and traffic between devices, loops counted as often as they run.
 
-XLA's own `cost_analysis` counts the body of a loop once; here a body counts as often as the loop's known trip count says.
+XLA's own `cost_analysis` counts the body of a loop once; here a body counts as often as the loop runs, where its text tells.
 All figures are per device, since a partitioned program is what one device runs.
 """
 
@@ -24,12 +24,13 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: `result` is its type as written; `shapes` the (element type, dimensions) in it; operands are names."""
+    """One line: `result` is its type as written; `shapes` the (element type, dimensions) in it; operands are the names in `arguments`."""
 
     name: str
     opcode: str
     result: str
     operands: tuple[str, ...]
+    arguments: str
     text: str
 
     @property
@@ -108,8 +109,8 @@ def _instruction(name: str, rest: str) -> Instruction:
     opcode, _, _ = tail.partition("(")
     start = len(opcode)
     stop = _closing(tail, start) if start < len(tail) else start
-    operands = tuple(re.findall(r"%([\w.\-]+)", tail[start : stop + 1]))
-    return Instruction(name, opcode.strip(), result, operands, tail[stop + 1 :])
+    arguments = tail[start : stop + 1]
+    return Instruction(name, opcode.strip(), result, tuple(re.findall(r"%([\w.\-]+)", arguments)), arguments, tail[stop + 1 :])
 
 
 def _closing(text: str, start: int) -> int:
@@ -131,8 +132,12 @@ def _called(instruction: Instruction) -> Iterator[str]:
 def _add(computations: dict[str, list[Instruction]], name: str, times: int, total: Cost) -> None:
     instructions = computations.get(name, [])
     by_name = {i.name: i for i in instructions}
+    # TPUs spread a collective over the products beside it: it is written where it starts, in each of those, and where it is done.
+    continued = "async_collective_fusion" in name or any("AsyncCollectiveDone" in i.text for i in instructions)
     for instruction in instructions:
         kind = collective_kind(instruction.opcode)
+        if kind is not None and continued:
+            continue
         # A fusion of an all-reduce and the slice that each device keeps is a reduce-scatter.
         scattered = instruction.opcode == "fusion" and "reduce-scatter" in f"{instruction.name} {instruction.text.split(', metadata')[0]}"
         if kind is not None or scattered:
@@ -147,11 +152,41 @@ def _add(computations: dict[str, list[Instruction]], name: str, times: int, tota
             total.flops += times * _convolution_flops(instruction, by_name)
         trips = times
         if instruction.opcode == "while":
-            known = _TRIPS.search(instruction.text)
-            total.unknown_loops += 0 if known else times
-            trips = times * int(known[1]) if known else times
+            known = _trip_count(instruction, by_name, computations)
+            total.unknown_loops += times if known is None else 0
+            trips = times * (1 if known is None else known)
         for called in _called(instruction):
             _add(computations, called, trips, total)
+
+
+def _trip_count(loop: Instruction, by_name: dict[str, Instruction], computations: dict[str, list[Instruction]]) -> int | None:
+    """How often a loop runs: as XLA notes it (CPU), or from a condition "counter < constant" (TPU), the counter going up by one."""
+    noted = _TRIPS.search(loop.text)
+    if noted:
+        return int(noted[1])
+    called = dict(_CALLED.findall(loop.text))
+    condition = computations.get(called.get("condition", ""), [])
+    inside = {i.name: i for i in condition}
+    if not condition or condition[-1].opcode != "compare" or "direction=LT" not in condition[-1].text:
+        return None
+    counter, limit = (inside.get(name) for name in condition[-1].operands)
+    bound = _constant(limit, inside)
+    if bound is None or counter is None or counter.opcode != "get-tuple-element":
+        return None
+    index = re.search(r"index=(\d+)", counter.text)
+    start = by_name.get(loop.operands[0])
+    if index is None or start is None or start.opcode != "tuple":
+        return bound
+    return bound - (_constant(by_name.get(start.operands[int(index[1])]), by_name) or 0)
+
+
+def _constant(instruction: Instruction | None, by_name: dict[str, Instruction]) -> int | None:
+    while instruction is not None and instruction.opcode in ("copy", "bitcast") and instruction.operands:
+        instruction = by_name.get(instruction.operands[0])
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    value = instruction.arguments.strip("()")
+    return int(value) if value.isdecimal() else None
 
 
 def _bytes(shapes: list[tuple[str, tuple[int, ...]]]) -> int:

@@ -70,6 +70,42 @@ def test_a_batched_product_written_as_a_convolution():
     assert counted.collectives["all-gather"].count == 1
 
 
+COUNTED = """HloModule m
+
+%body (t: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
+  %t = (s32[], f32[4,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[4,4]{1,0} get-tuple-element(%t), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[4,4]{1,0} convolution(%x, %x), dim_labels=bf_io->bf
+  ROOT %out = (s32[], f32[4,4]{1,0}) tuple(%next, %y)
+}
+
+%condition (t: (s32[], f32[4,4])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(10)
+  %t = (s32[], f32[4,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %c = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[4,4]) -> (s32[], f32[4,4]) {
+  %a = f32[4,4]{1,0} parameter(0)
+  %start = s32[] constant(2)
+  %copied = s32[] copy(%start)
+  %tuple = (s32[], f32[4,4]{1,0}) tuple(%copied, %a)
+  ROOT %loop = (s32[], f32[4,4]{1,0}) while(%tuple), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_whose_count_stands_in_its_condition():
+    """From 2 to 10: eight products of [4, 4] with [4, 4]. With another condition it is counted once, and said to be unknown."""
+    assert cost(COUNTED).flops == 8 * 2 * 4 * 4 * 4
+    unknown = cost(COUNTED.replace("direction=LT", "direction=NE"))
+    assert (unknown.flops, unknown.unknown_loops) == (2 * 4 * 4 * 4, 1)
+
+
 def test_text_that_is_no_program():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         cost("HloModule nothing")
