@@ -24,6 +24,7 @@ from eagle3_jax.generate import NonFiniteLogitsError
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.processor import processor_name
 from eagle3_jax.prompts import Prompt, PromptError, encode_prompt
+from eagle3_jax.sharding import named_mesh, parse_mesh
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.tree import TreeChoice
@@ -91,6 +92,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tokenizer", help="folder, hub id, .gguf file, or built-in name; unset: the target's")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type; float32 is the fast one on a CPU")
+    group.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="split the models over all devices, such as data=2,tensor=4: tensor splits heads, feed-forward width and vocabulary, data the "
+        "rows; unset: one device",
+    )
     group.add_argument(
         "--no-chat-template", action="store_true", help="give the text to the target as it is, even if it has a chat template"
     )
@@ -160,6 +167,8 @@ def load_models(
     except (ValueError, OSError):
         if need_tokenizer or args.tokenizer is not None:
             raise
+    if mesh is None and args.mesh:
+        mesh = named_mesh(parse_mesh(args.mesh))
     with status(f"loading {args.target}"):
         target = load_target(args.target, args.dtype, mesh, weights="int8" if args.int8 in ("target", "both") else "float")
     drafted = "int8" if args.int8 in ("draft", "both") else "float"

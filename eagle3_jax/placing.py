@@ -96,7 +96,7 @@ def place_batch(own: Batch, rows: int, mesh: Mesh | None) -> Batch:
     at = {row: i for i, row in enumerate(held)}
 
     def one(local: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             wanted = range(*index[1].indices(rows))
             return local[:, at[wanted[0]] : at[wanted[-1]] + 1]
 

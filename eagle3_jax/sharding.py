@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.int8 import Int8
@@ -196,7 +197,7 @@ def mesh_of(*trees: Any) -> Any:
     """The abstract mesh that the arrays of these pytrees (traced, concrete or abstract) lie on; None when they lie on none."""
     for leaf in jax.tree.leaves(trees):
         # A traced array says in its type where it lies, the others in their sharding.
-        sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        sharding = jax.typeof(leaf).sharding if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
         mesh = getattr(sharding, "mesh", None)
         if mesh is not None and not mesh.empty:
             return getattr(mesh, "abstract_mesh", mesh)

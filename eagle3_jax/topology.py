@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -49,6 +50,8 @@ def topology_devices(name: str, libtpu: str | None = None) -> tuple[list[Any], C
         raise ValueError(
             f"compiling for TPUs needs the package libtpu: pip install --target FOLDER 'libtpu=={wanted_libtpu()}', then --libtpu FOLDER"
         )
+    # No TPU is touched, so that it does not matter who else has loaded the library.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         devices = list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:

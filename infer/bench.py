@@ -95,10 +95,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="TOPOLOGY",
         help="find the tree that pays on this machine at this batch size, and keep it. With a topology, which need not be there, such as "
         "v5e:4x4 or v5p:4x4x4: compile one cycle of each tree for these TPUs and show its memory and traffic; --target is then "
-        f"{', '.join(SHAPES)}, or a folder with a config.json; bfloat16; no SET",
+        f"{', '.join(SHAPES)}, or a folder with a config.json; bfloat16; no SET; --mesh unset: "
+        "tensor as far as the key/value heads go, then data",
     )
     sizing = parser.add_argument_group("--plan TOPOLOGY")
-    sizing.add_argument("--mesh", metavar="AXES", help="such as data=2,tensor=8; unset: tensor as far as the key/value heads go, then data")
     sizing.add_argument("--context", type=positive, default=8192, metavar="N", help="cache slots per row")
     sizing.add_argument("--draft-vocab", type=positive, default=32000, metavar="N", help="tokens the head can propose")
     sizing.add_argument("--libtpu", metavar="FOLDER", help="where pip install --target FOLDER libtpu put it; unset: installed beside JAX")
