@@ -1,4 +1,4 @@
-"""TPU pods that are not there: devices to compile for, with what one of them holds and can do."""
+"""TPU pods that are not there: devices to compile for, with what one of them holds."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device as JAX sees it: `memory` in bytes, `flops` dense bfloat16 per second. A TPU7x chip is two devices."""
+    """One device as JAX sees it: `memory` in bytes. A TPU7x chip is two devices."""
 
     name: str
     memory: int
-    flops: float
 
 
 CHIPS = {
-    "TPU v4": Chip("v4", 32 * GIB, 275e12),
-    "TPU v5 lite": Chip("v5e", 16 * GIB, 197e12),
-    "TPU v5": Chip("v5p", 95 * GIB, 459e12),
-    "TPU v5p": Chip("v5p", 95 * GIB, 459e12),
-    "TPU v6 lite": Chip("v6e", 32 * GIB, 918e12),
-    "TPU7x": Chip("TPU7x, half a chip", 96 * GIB, 1153.5e12),
+    "TPU v4": Chip("v4", 32 * GIB),
+    "TPU v5 lite": Chip("v5e", 16 * GIB),
+    "TPU v5": Chip("v5p", 95 * GIB),
+    "TPU v5p": Chip("v5p", 95 * GIB),
+    "TPU v6 lite": Chip("v6e", 32 * GIB),
+    "TPU7x": Chip("TPU7x, half a chip", 96 * GIB),
 }
 """By device kind; figures of the Cloud TPU documentation."""
 

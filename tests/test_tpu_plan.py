@@ -19,7 +19,7 @@ from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.tree import Chain
 from eagle3_jax.ttt import recipe
 
-CPU = Chip("CPU", GIB, 1e11)
+CPU = Chip("CPU", GIB)
 SMALL = dataclasses.replace(
     LLAMA_31_8B, vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
 )
