@@ -237,6 +237,7 @@ def _unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, p
     segments, dtype = batch.segments, draft.dtype
     project = jax.checkpoint(draft_model.project_qkv) if remat else draft_model.project_qkv
     finish = jax.checkpoint(draft_model.finish_layer) if remat else draft_model.finish_layer
+    assert batch.features is not None
     g = draft_model.fuse(draft, batch.features)
     embedded = embed_VD[shift(batch.tokens, 1, segments)].astype(dtype)
     q, k0, v0 = project(draft, embedded, g, batch.positions)
