@@ -4,6 +4,8 @@
     target = e3.load_target("smollm2-135m")
     draft = e3.load_draft("smollm2-135m", target)
     out = e3.generate(target, draft, [[1, 4093, 198]], max_new_tokens=64)
+    for event in e3.stream(target, draft, [[1, 4093, 198]], max_new_tokens=64):
+        print(event.row, event.tokens)
 
 One letter per dimension everywhere, in array names (`q_BTNH`), annotations and docstrings:
 
@@ -23,17 +25,23 @@ from eagle3_jax.generate import NonFiniteLogitsError, Output, generate
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.quantize import quantize_int8
 from eagle3_jax.scripted import ScriptedDraft
+from eagle3_jax.session import Session
 from eagle3_jax.sharding import make_mesh
+from eagle3_jax.stream import Event, Stream, stream
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.warmup import warmup
 from eagle3_jax.weights import load_draft, load_target
 
 __all__ = [
     "Chain",
+    "Event",
     "LanguageModelDraft",
     "NonFiniteLogitsError",
     "Output",
     "ScriptedDraft",
+    "Session",
+    "Stream",
     "Tree",
     "generate",
     "load_draft",
@@ -41,4 +49,6 @@ __all__ = [
     "load_tokenizer",
     "make_mesh",
     "quantize_int8",
+    "stream",
+    "warmup",
 ]

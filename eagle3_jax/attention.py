@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from eagle3_jax.flash import MASKED, Sight, flash
 from eagle3_jax.layers import precision
 
+QUERIES = 128
+"""Queries of one score tile."""
+
 
 def attend(
     q_BTNH: jax.Array,
@@ -24,9 +27,13 @@ def attend(
     mask_BTR: bool, True where the query may read the key (leading axis 1 broadcasts over the batch).
     cached: (k [B, K, H, S], v [B, K, S, H], lengths int32 [B]); every query reads exactly the slots below its row's length,
     and none below its own `oldest` (int32 [B, T], the first slot of a sliding window).
-    Scores and softmax are float32 whatever the dtype.
+    Scores and softmax are float32 whatever the dtype. Many queries over a cache go by blocks: score tiles stay small.
     """
     B, T, N, H = q_BTNH.shape
+    if cached is not None and T > QUERIES:
+        starts = range(0, T, QUERIES)
+        blocks = [(x[:, s : s + QUERIES] for x in (q_BTNH, mask_BTR, oldest_BT) if x is not None) for s in starts]
+        return jnp.concatenate([attend(q, k_BRKH, v_BRKH, mask, cached, *oldest) for q, mask, *oldest in blocks], axis=1)
     K = k_BRKH.shape[2]
     group = N // K
     exact = precision(q_BTNH.dtype)
@@ -78,7 +85,7 @@ def attend_causal(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segments_BT: jax.Array | None = None,
-    block: int = 128,
+    block: int = QUERIES,
     implementation: str = "xla",
     window: int | None = None,
 ) -> jax.Array:

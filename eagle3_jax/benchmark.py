@@ -8,6 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,11 +27,13 @@ from eagle3_jax.evaluate import (
     bootstrap,
     n_alpha_intervals,
 )
-from eagle3_jax.generate import Output, prepare, read
+from eagle3_jax.generate import Output, execute, fits_one_program, prepare, read
+from eagle3_jax.segments import CYCLES
 from eagle3_jax.target import Target
 from eagle3_jax.tree import Chain, Tree, TreeChoice
 from eagle3_jax.tree_names import parse_tree, tree_name
 from eagle3_jax.verify import Rule
+from eagle3_jax.warmup import warm_segments
 
 PLAIN = "plain"
 
@@ -210,9 +213,14 @@ class Programs:
         fresh = key not in self._compiled
         if fresh:
             start = time.perf_counter()
-            self._compiled[key] = run.lower(self.target, draft, request, config).compile()
+            if fits_one_program(request, config):
+                self._compiled[key] = run.lower(self.target, draft, request, config).compile()
+            else:
+                most = int(np.max(np.asarray(request.lengths) + np.asarray(request.limits)))
+                warm_segments(self.target, draft, at_most(request, 0), config, CYCLES, most)
+                self._compiled[key] = partial(execute, config=config)
             self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - start
-            needed = program_bytes(self._compiled[key])
+            needed = program_bytes(self._compiled[key]) if fits_one_program(request, config) else None
             if needed is not None:
                 self.memory[mode] = max(needed, self.memory.get(mode, 0))
         compiled = self._compiled[key]

@@ -42,6 +42,18 @@ def empty_cache(num_layers: int, batch: int, num_kv_heads: int, head_dim: int, s
     )
 
 
+def resized(cache: Cache, slots: int) -> Cache:
+    """The same contents in `slots` slots; fewer than there are is a ValueError."""
+    more = slots - cache.slots
+    if more < 0:
+        raise ValueError(f"a cache of {cache.slots} slots does not fit into {slots}")
+    return Cache(
+        k=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in cache.k),
+        v=tuple(jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in cache.v),
+        lengths=cache.lengths,
+    )
+
+
 def append(cache: Cache, new: list[BlockKV], rows_BC: jax.Array | None, count_B: jax.Array) -> Cache:
     """Writes rows `rows_BC` (None: all rows in order) of the pass's K/V behind each row's valid slots; `count_B` of them become valid.
 

@@ -94,6 +94,21 @@ class DecodeState:
     trees: tuple[jax.Array, jax.Array, jax.Array] | None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fed:
+    """Prompts of which some part has been run, or all.
+
+    cache, draft_cache: as in `DecodeState`: every token that was run, and every pair whose second token the prompt holds.
+    hidden [B, D], features [B, A]: the last prompt token's, in rows whose prompt has been run to its end.
+    """
+
+    cache: Any
+    draft_cache: Any
+    hidden: jax.Array
+    features: jax.Array
+
+
 @partial(jax.jit, static_argnames=("config",))
 def run(target: Target, draft: Draft | None, request: Request, config: DecodeConfig) -> DecodeState:
     """Prefill and every cycle until all rows are done, on the mesh that the target lies on, if on one.
@@ -109,48 +124,103 @@ def run(target: Target, draft: Draft | None, request: Request, config: DecodeCon
 
 def prefill(target: Target, draft: Draft | None, request: Request, config: DecodeConfig) -> DecodeState:
     """Runs the prompts, samples the first token of every row and checks it like any other."""
-    B, T = request.prompts.shape
-    C = config.steps
-    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    fed = blank(target, draft, request.prompts[:, 0], config.slots)
+    following = jnp.roll(request.prompts, -1, axis=1)
+    fed = feed(target, draft, request.prompts, following, request.lengths, request.lengths, fed, empty=True)
+    state = first_token(target, request, config, fed.hidden, fed.features)
+    return dataclasses.replace(state, cache=fed.cache, draft_cache=fed.draft_cache)
+
+
+def blank(target: Target, draft: Draft | None, first_B: jax.Array, slots: int) -> Fed:
+    """Nothing has been run. first: every row's first token, which stands in no pair: some drafts want to know it."""
+    batch = first_B.shape[0]
+    width = target.config.hidden_size
+    taps = len(draft.taps) if draft is not None else 0
+    return Fed(
+        cache=target.new_cache(batch, slots),
+        draft_cache=None if draft is None else draft.begin(target.embed[...], draft.new_cache(batch, slots), first_B),
+        hidden=jnp.zeros((batch, width), target.dtype),
+        features=jnp.zeros((batch, taps * width), target.dtype),
+    )
+
+
+def feed(
+    target: Target,
+    draft: Draft | None,
+    tokens_BT: jax.Array,
+    following_BT: jax.Array,
+    count_B: jax.Array,
+    prompt_B: jax.Array,
+    fed: Fed,
+    empty: bool = False,
+) -> Fed:
+    """Runs the first `count` of each row's T tokens behind what has been run. Prompts may come in any pieces.
+
+    following: the prompt's token after each. prompt: length of each whole prompt. What follows its last token is not known, so the
+    pair of that one waits: the first cycle extends the draft with it. empty: nothing has been run yet, so the caches need not be read.
+    """
+    T = tokens_BT.shape[1]
+    ends_B = (count_B > 0) & (fed.cache.lengths + count_B == prompt_B)
+    positions = fed.cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     taps = draft.taps if draft is not None else ()
-    out = target_model.forward(target, request.prompts, positions, causal_mask(T), taps=taps, prompt_B=request.lengths)
-    cache = append(target.new_cache(B, config.slots), out.kv, None, request.lengths)
-    last = (request.lengths - 1)[:, None, None]
-    logits = target_model.logits(target, jnp.take_along_axis(out.hidden, last, axis=1)[:, 0])
+    mask, cache = (None, None) if empty else (causal_mask(T), fed.cache)
+    out = target_model.forward(target, tokens_BT, positions, mask, cache, taps, prompt_B=prompt_B)
+    draft_cache = fed.draft_cache
+    if draft is not None:
+        pairs = count_B - ends_B.astype(jnp.int32)
+        draft_cache, _, _ = draft.extend(target.embed[...], draft_cache, out.features, following_BT, pairs)
+    # A count that seems to come out of the pass: the write then waits for every read of the old cache, and XLA need not copy it first.
+    peak = jnp.max(out.hidden, axis=(1, 2))
+    written = jnp.where(jnp.isnan(peak), jnp.maximum(count_B, 0), count_B)
+    at = jnp.maximum(count_B - 1, 0)[:, None, None]
+
+    def last(new_BTX: jax.Array, old_BX: jax.Array) -> jax.Array:
+        return jnp.where(ends_B[:, None], jnp.take_along_axis(new_BTX, at, axis=1)[:, 0].astype(old_BX.dtype), old_BX)
+
+    return Fed(
+        cache=append(fed.cache, out.kv, None, written),
+        draft_cache=draft_cache,
+        hidden=last(out.hidden, fed.hidden),
+        features=last(out.features, fed.features),
+    )
+
+
+def first_token(target: Target, request: Request, config: DecodeConfig, hidden_BD: jax.Array, features_BA: jax.Array) -> DecodeState:
+    """Samples every row's first token from its last prompt token's hidden state; the state of the first cycle, without caches."""
+    B, C = request.lengths.shape[0], config.steps
+    logits = target_model.logits(target, hidden_BD)
     noise = position_noise(request.sampling.seeds, request.lengths, logits.shape[-1]) if config.sampled else None
     first = choose(logits, noise, request.sampling)
-
-    features = jnp.zeros((B, C, out.features.shape[-1]), out.features.dtype)
-    draft_cache = None
-    if draft is not None:
-        # Every pair but the last prompt token's: that one needs the token just sampled, and the first cycle extends with it.
-        following = jnp.roll(request.prompts, -1, axis=1)
-        draft_cache = draft.begin(target.embed[...], draft.new_cache(B, config.slots), request.prompts[:, 0])
-        draft_cache, _, _ = draft.extend(target.embed[...], draft_cache, out.features, following, request.lengths - 1)
-        features = features.at[:, 0].set(jnp.take_along_axis(out.features, last, axis=1)[:, 0])
-
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
     n_out = jnp.where(finite, jnp.minimum(request.limits, 1), 0)
     stopped = (n_out > 0) & jnp.any(first[:, None] == request.stops, axis=-1)
-    M = 1 if config.tree is None else config.tree.nodes
-    blank = jnp.zeros((config.max_new, B, M), jnp.int32)
-    return DecodeState(
-        cache=cache,
-        draft_cache=draft_cache,
-        features=features,
+    state = DecodeState(
+        cache=None,
+        draft_cache=None,
+        features=jnp.zeros((B, C, features_BA.shape[-1]), features_BA.dtype).at[:, 0].set(features_BA),
         tokens=jnp.zeros((B, C), jnp.int32).at[:, 0].set(first),
         count=jnp.ones((B,), jnp.int32),
         pending=first,
-        out=jnp.zeros((B, config.max_new + C), jnp.int32).at[:, 0].set(first),
-        n_out=n_out,
-        accepted=jnp.zeros((B, config.max_new), jnp.int32),
-        cycles=jnp.zeros((B,), jnp.int32),
         done=stopped | (n_out >= request.limits) | ~finite,
         stopped=stopped,
         bad=jnp.where(finite, -1, request.lengths),
         dead=jnp.zeros((B,), bool),
-        trees=(blank, blank, blank.astype(jnp.float32)) if config.record else None,
+        **blank_output(B, config),
     )
+    return dataclasses.replace(state, out=state.out.at[:, 0].set(first), n_out=n_out)
+
+
+def blank_output(batch: int, config: DecodeConfig) -> dict[str, Any]:
+    """The fields of a state that say what has come out, when nothing has."""
+    M = 1 if config.tree is None else config.tree.nodes
+    blank = jnp.zeros((config.max_new, batch, M), jnp.int32)
+    return {
+        "out": jnp.zeros((batch, config.max_new + config.steps), jnp.int32),
+        "n_out": jnp.zeros((batch,), jnp.int32),
+        "accepted": jnp.zeros((batch, config.max_new), jnp.int32),
+        "cycles": jnp.zeros((batch,), jnp.int32),
+        "trees": (blank, blank, blank.astype(jnp.float32)) if config.record else None,
+    }
 
 
 def cycle(target: Target, draft: Draft | None, request: Request, config: DecodeConfig, state: DecodeState) -> DecodeState:

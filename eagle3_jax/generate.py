@@ -1,4 +1,4 @@
-"""`generate`: checks the request, picks the compiled program of its shape bucket, makes one dispatch, reads the tokens."""
+"""`generate`: checks the request, picks the compiled program of its shape bucket, makes one dispatch (for long ones several), reads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import auto
+from eagle3_jax.buckets import ONE_DISPATCH, bucket
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decode import DecodeConfig, DecodeState, Request, run
 from eagle3_jax.drafting import Draft
 from eagle3_jax.sampling import Sampling
+from eagle3_jax.segments import Segments, join
 from eagle3_jax.target import Target
 from eagle3_jax.tree import Chain, Tree, TreeChoice
 from eagle3_jax.verify import RULES, Rule
@@ -26,7 +27,8 @@ from eagle3_jax.verify import RULES, Rule
 class Output:
     """What `generate` returns.
 
-    tokens: per row the new tokens, the first stop id included, nothing after it. finish_reasons: "stop" or "length" per row.
+    tokens: per row the new tokens, the first stop id included, nothing after it. finish_reasons: "stop" or "length" per row;
+    "unfinished" in a stream that was looked at, or closed, before the row's end.
     accept_lengths: per row and decode cycle the tokens kept (accepted drafts + 1, after the cut); the token sampled by the
     prefill belongs to no cycle, so a row's sum is len(tokens) - 1.
     trees: per row and cycle (tokens, parents) of the drafted tree, when recorded; scores: the nodes' scores, likewise.
@@ -89,10 +91,28 @@ def generate(
     request, config = prepare(
         target, draft, prompts, max_new_tokens, temperature, top_k, top_p, seed, tree, eos_token_ids, rule, coupled_draft, record_trees
     )
-    output = read(run(target, draft, request, config))
+    output = read(execute(target, draft, request, config))
     if draft is not None and tree == "auto":
         auto.observe(target, draft, config.tree, output.accept_lengths)
     return output
+
+
+def execute(target: Target, draft: Draft | None, request: Request, config: DecodeConfig) -> DecodeState:
+    """Decodes what `prepare` gives, to be read by `read`: in one program, or, what is long, in several with caches that grow."""
+    if fits_one_program(request, config):
+        return run(target, draft, request, config)
+    segments = Segments(target, draft, request, config)
+    state = join(list(segments.reports()))
+    if config.keep_caches:
+        cache, draft_cache = segments.caches
+        state = dataclasses.replace(state, cache=cache, draft_cache=draft_cache)
+    return state
+
+
+def fits_one_program(request: Request, config: DecodeConfig) -> bool:
+    """Whether `execute` is `decode.run`."""
+    longest, most = ONE_DISPATCH
+    return request.prompts.shape[1] <= longest and config.max_new <= most
 
 
 def prepare(
@@ -129,7 +149,8 @@ def prepare(
         raise ValueError(f"rule {rule!r} is unknown; one of {', '.join(RULES)}")
     shape = _tree(tree, target, draft, B, rule)
 
-    max_new = bucket(int(limits.max()), 16)
+    # By what was asked, not by what the context leaves: otherwise a prompt near the context's end would be a program of its own.
+    max_new = bucket(min(max(wanted), c.max_position), 16)
     config = DecodeConfig(
         tree=shape,
         slots=0,
@@ -140,22 +161,24 @@ def prepare(
         record=record_trees,
     )
     T = bucket(int(lengths.max()), 16)
-    # A walk of C tokens is written behind the last kept one whatever is accepted, so the cache must reach that far.
-    slots = -(-(T + max_new + config.steps) // 64) * 64
+    # A walk of C tokens is written behind the last kept one whatever is accepted, so the cache must reach that far; and a draft may
+    # hold the first token beside its pairs.
+    slots = -(-max(T + 1, min(T + max_new, c.max_position) + config.steps) // 64) * 64
     padded = np.zeros((B, T), np.int32)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
-    width = max(1, max(len(ids) for ids in stops))
+    width = bucket(max(len(ids) for ids in stops), 4)
+    # Not jnp.asarray, which compiles a program for every new shape.
     request = Request(
-        prompts=jnp.asarray(padded),
-        lengths=jnp.asarray(lengths),
-        limits=jnp.asarray(limits),
-        stops=jnp.asarray(np.array([list(ids) + [-1] * (width - len(ids)) for ids in stops], np.int32)),
+        prompts=jax.device_put(padded),
+        lengths=jax.device_put(lengths),
+        limits=jax.device_put(limits),
+        stops=jax.device_put(np.array([list(ids) + [-1] * (width - len(ids)) for ids in stops], np.int32)),
         sampling=Sampling(
-            temperature=jnp.asarray(np.array(temperatures, np.float32)),
-            top_k=jnp.asarray(np.array([min(k, 2**31 - 1) for k in top_ks], np.int32)),
-            top_p=jnp.asarray(np.array(top_ps, np.float32)),
-            seeds=jnp.asarray(np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32)),
+            temperature=jax.device_put(np.array(temperatures, np.float32)),
+            top_k=jax.device_put(np.array([min(k, 2**31 - 1) for k in top_ks], np.int32)),
+            top_p=jax.device_put(np.array(top_ps, np.float32)),
+            seeds=jax.device_put(np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32)),
         ),
     )
     return request, dataclasses.replace(config, slots=slots)
@@ -163,45 +186,46 @@ def prepare(
 
 def read(state: DecodeState) -> Output:
     """The program's result as lists; raises and warns as `generate` says."""
-    host = jax.device_get(
-        {
-            "out": state.out,
-            "n_out": state.n_out,
-            "accepted": state.accepted,
-            "cycles": state.cycles,
-            "stopped": state.stopped,
-            "bad": state.bad,
-            "dead": state.dead,
-            "trees": state.trees,
-        }
-    )
-    rows = range(len(host["n_out"]))
-    trees = scores = None
-    if host["trees"] is not None:
-        tokens, parents, values = host["trees"]
-        trees = [[(tokens[i, b].tolist(), parents[i, b].tolist()) for i in range(host["cycles"][b])] for b in rows]
-        scores = [[values[i, b].tolist() for i in range(host["cycles"][b])] for b in rows]
-    output = Output(
-        tokens=[host["out"][b, : host["n_out"][b]].tolist() for b in rows],
-        finish_reasons=["stop" if stopped else "length" for stopped in host["stopped"]],
-        accept_lengths=[host["accepted"][b, : host["cycles"][b]].tolist() for b in rows],
-        trees=trees,
-        scores=scores,
-    )
-    broken = {b: int(host["bad"][b]) for b in rows if host["bad"][b] >= 0}
-    if broken:
-        raise NonFiniteLogitsError(broken, output)
-    dead = [b for b in rows if host["dead"][b]]
-    if dead:
-        warnings.warn(
-            f"the draft is dead: its logits are not finite (rows {dead}); the text is the target's, without speed-up", stacklevel=3
-        )
+    kept = dataclasses.replace(state, cache=None, draft_cache=None, features=None, tokens=None, count=None, pending=None)
+    told: DecodeState = jax.device_get(kept)
+    output = collect(told)
+    judge(told, output)
     return output
 
 
-def bucket(n: int, smallest: int) -> int:
-    """The least power of two >= n and >= smallest: shapes come in few sizes, so that programs are few."""
-    return max(smallest, 1 << max(0, n - 1).bit_length())
+def collect(told: DecodeState) -> Output:
+    """What a state on the host says, as lists."""
+    rows = range(len(told.n_out))
+    trees = scores = None
+    if told.trees is not None:
+        tokens, parents, values = told.trees
+        scores = [[values[i, b].tolist() for i in range(told.cycles[b])] for b in rows]
+        trees = [[(tokens[i, b].tolist(), parents[i, b].tolist()) for i in range(told.cycles[b])] for b in rows]
+    return Output(
+        tokens=[told.out[b, : told.n_out[b]].tolist() for b in rows],
+        finish_reasons=[finish_reason(told, b) for b in rows],
+        accept_lengths=[told.accepted[b, : told.cycles[b]].tolist() for b in rows],
+        trees=trees,
+        scores=scores,
+    )
+
+
+def finish_reason(told: DecodeState, row: int) -> str:
+    """Why the row ended, or "unfinished"."""
+    return "stop" if told.stopped[row] else "length" if told.done[row] else "unfinished"
+
+
+def judge(told: DecodeState, output: Output) -> None:
+    """Raises NonFiniteLogitsError for a broken target; warns of a dead draft."""
+    rows = range(len(told.n_out))
+    broken = {b: int(told.bad[b]) for b in rows if told.bad[b] >= 0}
+    if broken:
+        raise NonFiniteLogitsError(broken, output)
+    dead = [b for b in rows if told.dead[b]]
+    if dead:
+        warnings.warn(
+            f"the draft is dead: its logits are not finite (rows {dead}); the text is the target's, without speed-up", stacklevel=4
+        )
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], config: TargetConfig) -> list[list[int]]:

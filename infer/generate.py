@@ -34,7 +34,11 @@ from eagle3_jax.commands import (
     use_compilation_cache,
 )
 from eagle3_jax.generate import Output, prepare, read
+from eagle3_jax.live import CompileClock
+from eagle3_jax.live import show as show_stream
 from eagle3_jax.prompts import Prompt, PromptError, read_prompts
+from eagle3_jax.segments import CYCLES
+from eagle3_jax.stream import stream
 from eagle3_jax.tree import TreeChoice
 from eagle3_jax.tree_names import tree_name
 
@@ -43,6 +47,7 @@ EXAMPLES = """examples:
   eagle3-generate "Why is the sky blue?" --compare
   eagle3-generate "Why is the sky blue?" --tree tree:16,4,4 --show-tree
   eagle3-generate --file prompts.jsonl --temperature 0.8 --json > answers.jsonl
+  eagle3-generate "Tell me a story." --stream
   echo "Once upon a time" | eagle3-generate --target ./model --draft ./head --no-chat-template
 
 Answers go to stdout, figures about them to stderr.
@@ -71,6 +76,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--show-tree", nargs="?", const="", metavar="FILE.png", help="draw the drafted trees and the path that was kept, as text or as PNG"
     )
     output.add_argument("--show-cycles", type=positive, default=4, metavar="N", help="trees that --show-tree draws per answer")
+    output.add_argument("--stream", action="store_true", help="write the answer as it comes; prompts one by one")
+    output.add_argument("--cycles", type=positive, default=CYCLES, metavar="N", help="cycles between two looks at what has come (--stream)")
     output.add_argument("--json", action="store_true", help="one JSON object per answer on stdout, for programs")
     output.add_argument("--quiet", action="store_true", help="answers only, no figures on stderr")
     args = parser.parse_args(argv)
@@ -81,6 +88,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("give one of: a prompt, --file, --prompt-ids")
     if args.draft == "none" and (args.compare or args.show_tree is not None):
         parser.error(f"{'--compare' if args.compare else '--show-tree'} needs a draft")
+    if args.stream:
+        given = {"--compare": args.compare, "--show-tree": args.show_tree is not None, "--json": args.json, "--batch": args.batch != 1}
+        if (other := next((name for name, used in given.items() if used), None)) is not None:
+            parser.error(f"--stream does not go with {other}")
     return args
 
 
@@ -112,10 +123,26 @@ def main(args: argparse.Namespace) -> None:
     rows = encode_prompts(prompts, models, args)
     options = {**sampling_options(args, models), "temperature": args.temperature}
     programs = Programs(models.target, models.draft)
-    if args.compare:
+    if args.stream:
+        follow(args, models, prompts, rows, options)
+    elif args.compare:
         compare(args, models, prompts, rows, options, programs)
     else:
         answer(args, models, prompts, rows, options, programs)
+
+
+def follow(args: argparse.Namespace, models: Models, prompts: list[Prompt], rows: list[list[int]], options: dict[str, Any]) -> None:
+    """Every answer as it comes."""
+    clock = CompileClock()
+    for i, ids in enumerate(rows):
+        answer = stream(models.target, models.draft, [ids], seed=(args.seed + i) % 2**64, tree=args.tree, cycles=args.cycles, **options)
+        if len(prompts) > 1:
+            print(f"--- {prompts[i].name}")
+        shown = show_stream(answer, models.text, clock)
+        if not args.quiet:
+            print(f"[{shown.figures()}]", file=sys.stderr)
+        if shown.interrupted:
+            raise KeyboardInterrupt
 
 
 def decode(
