@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from eagle3_jax.attention import causal_mask
 from eagle3_jax.drafting import Draft
 from eagle3_jax.generate import Output, bucket, generate
 from eagle3_jax.sampling import Sampling, log_distribution, position_noise
+from eagle3_jax.stream import stream
 from eagle3_jax.target import Target
 from eagle3_jax.tree import Chain, Tree, TreeChoice
 from eagle3_jax.tree_names import tree_name
@@ -142,7 +143,7 @@ class Case:
     """One way to decode a set of prompts: a tree, a batch size and sampling settings (row i of the set uses seed + i).
 
     tree: a size, "auto", or "plain" for no draft (a batch of plain rows against each alone). mesh: the name of the one it runs on, ""
-    for none.
+    for none. stream: decoded as a stream, prompts by chunks and some cycles at a time.
     """
 
     tree: Chain | Tree | Literal["auto", "plain"]
@@ -152,18 +153,24 @@ class Case:
     top_p: float = 1.0
     seed: int = 0
     mesh: str = ""
+    stream: bool = False
 
     @property
     def name(self) -> str:
         """A line that names the case, the same in every run."""
         size = self.tree if isinstance(self.tree, str) else tree_name(self.tree)
-        where = f" mesh {self.mesh}" if self.mesh else ""
+        where = (f" mesh {self.mesh}" if self.mesh else "") + (" stream" if self.stream else "")
         return f"{size} batch={self.batch} T={self.temperature:g} top_k={self.top_k} top_p={self.top_p:g} seed={self.seed}{where}"
 
     @property
     def sampling(self) -> tuple[float, int, float, int]:
         """What the plain run depends on."""
         return self.temperature, self.top_k, self.top_p, self.seed
+
+
+def whole_stream(*arguments: Any) -> Output:
+    """`stream`, read to its end."""
+    return stream(*arguments).finish()
 
 
 def sweep(
@@ -189,8 +196,10 @@ def sweep(
             rows = order[start : start + case.batch]
             padded = rows + rows[-1:] * (case.batch - len(rows))
 
-            def decode(which: list[int], model: Target, draft: Draft | None, tree: TreeChoice, case: Case = case) -> Output:
-                return generate(
+            def decode(
+                which: list[int], model: Target, draft: Draft | None, tree: TreeChoice, streamed: bool = False, case: Case = case
+            ) -> Output:
+                return (whole_stream if streamed else generate)(
                     model,
                     draft,
                     [prompts[i] for i in which],
@@ -206,7 +215,8 @@ def sweep(
                 if i not in reference:
                     reference[i] = decode([i], target, None, None)
             model, own = (on_mesh or {})[case.mesh] if case.mesh else (target, draft)
-            output = decode(padded, model, None, None) if case.tree == "plain" else decode(padded, model, own, case.tree)
+            own, tree = (None, None) if case.tree == "plain" else (own, case.tree)
+            output = decode(padded, model, own, tree, case.stream)
             for slot, i in enumerate(rows):
                 one = Output([output.tokens[slot]], [output.finish_reasons[slot]], [output.accept_lengths[slot]])
                 kept, cycles = kept + sum(one.accept_lengths[0]), cycles + len(one.accept_lengths[0])

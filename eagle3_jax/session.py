@@ -62,10 +62,7 @@ class Session:
 
     def generate(self, prompt: Sequence[int], **options: Any) -> Output:
         """As `eagle3_jax.generate` with this one prompt."""
-        stream = self.stream(prompt, **options)
-        for _ in stream:
-            pass
-        return stream.output
+        return self.stream(prompt, **options).finish()
 
     def close(self) -> None:
         """Ends the open stream, if any. The caches stay."""

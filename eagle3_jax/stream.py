@@ -62,6 +62,12 @@ class Stream(Iterator[Event]):
             self.close()
             raise
 
+    def finish(self) -> Output:
+        """Waits for the end; everything that came, also what was looked at before."""
+        for _ in self:
+            pass
+        return self.output
+
     def close(self) -> None:
         """Ends the stream; a second call does nothing."""
         self._events.close()

@@ -63,6 +63,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     cases.add_argument(
         "--meshes", type=mesh_argument, nargs="+", default=[""], metavar="AXES", help='"none", or such as data=2,tensor=4; one or more'
     )
+    cases.add_argument("--streams", choices=("no", "yes"), nargs="+", default=["no"], help="in one call, or as a stream; one or both")
     cases.add_argument("--batches", type=positive, nargs="+", default=[1, 8], metavar="N")
     parser.add_argument("--seed", type=int, default=1000, help="of the first prompt; the next ones count up")
     parser.add_argument("--out", metavar="FILE.jsonl", default="lossless.jsonl", help="a line per finished case")
@@ -102,8 +103,8 @@ def all_cases(args: argparse.Namespace) -> list[Case]:
     cases = []
     for heat, (top_k, top_p) in itertools.product(args.temperatures, [(0, 1.0), *args.filters]):
         if heat > 0 or (top_k, top_p) == (0, 1.0):
-            for mesh, tree, batch in itertools.product(args.meshes, args.trees, args.batches):
-                cases.append(Case(tree, batch, heat, top_k, top_p, args.seed, mesh))
+            for mesh, stream, tree, batch in itertools.product(args.meshes, args.streams, args.trees, args.batches):
+                cases.append(Case(tree, batch, heat, top_k, top_p, args.seed, mesh, stream == "yes"))
     return list(dict.fromkeys(cases))
 
 

@@ -51,6 +51,7 @@ CASES = [
     for tree in (e3.Chain(3), e3.Tree(nodes=16, depth=4, width=4))
     for batch, temperature, top_k, top_p in ((4, 0.0, 0, 1.0), (4, 1.0, 0, 1.0), (4, 0.7, 20, 0.9))
 ]
+CASES.append(Case(e3.Chain(3), 4, 0.7, 20, 0.9, seed=17, stream=True))
 
 
 def test_sweep_of_a_tiny_pair():
