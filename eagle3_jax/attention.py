@@ -32,7 +32,7 @@ def attend(
     B, T, N, H = q_BTNH.shape
     if cached is not None and T > QUERIES:
         starts = range(0, T, QUERIES)
-        blocks = [(x[:, s : s + QUERIES] for x in (q_BTNH, mask_BTR, oldest_BT) if x is not None) for s in starts]
+        blocks = [[x[:, s : s + QUERIES] for x in (q_BTNH, mask_BTR, oldest_BT) if x is not None] for s in starts]
         return jnp.concatenate([attend(q, k_BRKH, v_BRKH, mask, cached, *oldest) for q, mask, *oldest in blocks], axis=1)
     K = k_BRKH.shape[2]
     group = N // K

@@ -68,6 +68,16 @@ def test_cache_and_own_keys_share_one_softmax():
     np.testing.assert_allclose(attend(q, k, v, jnp.asarray(mask), cached), oracle(q, k, v, mask, cached), atol=2e-6)
 
 
+def test_many_queries_over_a_cache_go_by_blocks():
+    """More than two tiles of queries, each with its own mask and window: what each gets alone."""
+    T, many = 2 * attention.QUERIES + 10, np.array([0, attention.QUERIES - 1, attention.QUERIES, 2 * attention.QUERIES + 9])
+    q, k, v = random_case(6, B=2, T=T, R=T, N=2, K=1, H=4)
+    cached = random_cache(6, B=2, K=1, H=4, S=16, lengths=[7, 16])
+    mask, oldest = causal_mask(T), jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32) // 40, (2, T))
+    got = attend(q, k, v, mask, cached, oldest)
+    np.testing.assert_allclose(got[:, many], attend(q[:, many], k, v, mask[:, many], cached, oldest[:, many]), atol=2e-6)
+
+
 def test_more_keys_than_queries():
     """Drafted keys of earlier levels stand before the pass's own."""
     q, k, v = random_case(2, B=2, T=3, R=8, N=4, K=2, H=8)
