@@ -43,7 +43,9 @@ class Checkpoints:
         self._manager = self._open()
         self._writing: int | None = None
         for step in self._manager.all_steps():
-            self._kept.note(step, self._about(step).get("score"))
+            # A run killed while it removed an old checkpoint leaves part of that one; the next removal takes the rest.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                self._kept.note(step, self._about(step).get("score"))
 
     def _open(self, cleanup: bool = True) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, cleanup_tmp_directories=cleanup)

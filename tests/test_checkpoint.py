@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,22 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     equal(restored, state(5))
     assert cursor == Cursor(0, 5)
     again.close()
+
+
+def test_a_removal_cut_short_stands_in_nobodys_way(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, {}, keep=2)
+    for step in (1, 2):
+        checkpoints.save(state(step), Cursor(0, step), float(step))
+    checkpoints.close()
+    for part in ("about", "state"):
+        shutil.rmtree(tmp_path / "1" / part)
+    again = Checkpoints(tmp_path, {}, keep=2)
+    assert (again.best, again.latest) == (2, 2)
+    equal(again.restore(state(0))[0], state(2))
+    for step in (3, 4):
+        again.save(state(step), Cursor(0, step))
+    again.close()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [2, 3, 4]
 
 
 @contextlib.contextmanager
@@ -139,6 +156,8 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
 
     def start(folder: Path) -> subprocess.Popen:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(script.parent.parent)}
+        # Compiled once, not in every process.
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         return subprocess.Popen([sys.executable, script, cache, folder], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def result(folder: Path) -> dict[str, np.ndarray]:
