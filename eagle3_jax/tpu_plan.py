@@ -60,13 +60,13 @@ class Plan:
 
 
 def compile_plan(name: str, lowered: Any, mesh: Mesh, chip: Chip, paper_flops: float = 0.0) -> Plan:
-    """Compiles a lowered program and reads off what it takes. XLA refuses a program that does not fit: that is a MemoryError."""
+    """Compiles a lowered program and reads off what it takes. XLA refuses a program that does not fit: that is a ValueError."""
     begin = time.perf_counter()
     try:
         compiled = lowered.compile()
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise MemoryError(f"{name} does not fit a {chip.name}: {' '.join(str(error).split())[:300]}") from None
+            raise ValueError(f"{name} does not fit a {chip.name}: {' '.join(str(error).split())[:300]}") from None
         raise
     seconds = time.perf_counter() - begin
     memory, counted = compiled.memory_analysis(), cost(compiled.as_text())
