@@ -212,9 +212,10 @@ def on_mesh_of(*trees: Any) -> Iterator[None]:
         yield
 
 
-def on_mesh() -> bool:
-    """Whether the program at hand runs on a mesh."""
-    return not jax.sharding.get_abstract_mesh().empty
+def rows_are_split() -> bool:
+    """Whether the program at hand runs on a mesh that deals rows out over its devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and math.prod(mesh.shape[name] for name in LOGICAL["rows"]) > 1
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

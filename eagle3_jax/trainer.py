@@ -19,7 +19,7 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.online import observe
 from eagle3_jax.params import fill, named_variables
-from eagle3_jax.sharding import constrain, lookup, module_specs, named_specs, on_mesh, on_mesh_of, partition, pin
+from eagle3_jax.sharding import constrain, lookup, module_specs, named_specs, on_mesh_of, partition, pin, rows_are_split
 from eagle3_jax.target import Target
 from eagle3_jax.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, divisors, scored, ttt_loss
 
@@ -171,10 +171,10 @@ def loss_and_gradient(
     def gradient(part: Batch) -> tuple[jax.Array, Metrics, Params]:
         part = complete(draft_config, fixed, part, config.attention)
         known = Known(fixed.frozen, fixed.variables, global_divisors)
-        if not on_mesh():
+        if not rows_are_split():
             own = jax.value_and_grad(lambda params: loss(in_type(params, config.compute), known, part), has_aux=True)
             (total, metrics), grads = own(params)
-            return total, metrics, grads
+            return pinned((total, metrics, grads), draft_config)
         dealt = _deal_out(draft_config, known, part)
         return pinned(gradient_by_rows(partial(_own_rows, loss), params, dealt, config.compute), draft_config)
 
@@ -265,8 +265,8 @@ def eval_step(draft_config: DraftConfig, recipe: Recipe, params: Params, fixed: 
         scored_JBT = scored(recipe, batch.response, batch.segments, batch.valid)
         known = Known(fixed.frozen, fixed.variables, divisors(recipe, scored_JBT))
         loss = partial(_loss, draft_config, recipe, False)
-        if not on_mesh():
-            return loss(params, known, batch)[1]
+        if not rows_are_split():
+            return pinned(loss(params, known, batch)[1], draft_config)
         dealt = _deal_out(draft_config, known, batch)
         return pinned(sum_by_rows(partial(_own_rows, loss), params, dealt, "float32")[1], draft_config)
 
