@@ -78,7 +78,8 @@ def temperature(text: str) -> float:
     return value
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, plain_text: bool = True) -> None:
+    """plain_text: whether the chat template may be left out."""
     group = parser.add_argument_group("models")
     group.add_argument("--target", default="smollm2-135m", help="folder, hub id, .gguf file, or built-in name")
     group.add_argument("--draft", help="head: folder, hub id, or built-in name; none: decode plainly; unset: the target's built-in head")
@@ -98,9 +99,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="split the models over all devices, such as data=2,tensor=4: tensor splits heads, feed-forward width and vocabulary, data the "
         "rows; unset: one device",
     )
-    group.add_argument(
-        "--no-chat-template", action="store_true", help="give the text to the target as it is, even if it has a chat template"
-    )
+    if plain_text:
+        group.add_argument(
+            "--no-chat-template", action="store_true", help="give the text to the target as it is, even if it has a chat template"
+        )
     group.add_argument("--system", metavar="TEXT", help="system message for prompts without one; unset: the chat template's own")
     group.add_argument(
         "--no-compilation-cache", action="store_true", help=f"compile anew instead of keeping programs in {cache_folder() / 'programs'}"

@@ -135,7 +135,7 @@ def prepare(
     Where the tree is None it decodes plainly, also when a draft was given: that is a choice too.
     """
     c = target.config
-    rows = _check_prompts(prompts, c)
+    rows = check_prompts(prompts, c)
     B = len(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
     wanted = _per_row("max_new_tokens", max_new_tokens, B, int, lambda v: v >= 0, "must be an int >= 0")
@@ -228,7 +228,8 @@ def judge(told: DecodeState, output: Output) -> None:
         )
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], config: TargetConfig) -> list[list[int]]:
+def check_prompts(prompts: Sequence[Sequence[int]], config: TargetConfig) -> list[list[int]]:
+    """The prompts as lists of int. Raises ValueError naming the row that is empty, holds an unknown id, or fills the context."""
     rows = [[int(t) for t in row] for row in prompts]
     if not rows:
         raise ValueError("prompts: no prompt given")
