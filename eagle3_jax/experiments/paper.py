@@ -19,7 +19,7 @@ UNTIED = Arm("top feature, no feature loss, no TTT", top=True, steps=1)
 TOP_TTT = Arm("top feature, TTT", top=True)
 EAGLE_3 = Arm("EAGLE-3")
 FRACTIONS = (0.125, 0.25, 0.5, 1.0)
-STAGES = ("EAGLE", "+ TTT instead of\nfeature loss", "+ fused features\n(EAGLE-3)")
+STAGES = ("EAGLE", "+ TTT, no\nfeature loss", "+ fusion\n(EAGLE-3)")
 
 
 def n_alpha(material: Material, out: Path) -> list[ArmResult]:
