@@ -17,7 +17,7 @@ MIXED = {"max_new_tokens": 17, "temperature": [0.0, 0.0, 0.9, 0.9], "seed": 4, "
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target(num_layers=2)
+    return tiny_target(num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,12 @@ def small(target):
 
 def test_text_is_the_targets(target, small):
     plain = generate(target, None, PROMPTS, **MIXED)
-    for tree in (Chain(3), TREE):
-        fast = generate(target, small, PROMPTS, tree=tree, **MIXED)
-        assert fast.tokens == plain.tokens
-        assert all(sum(row) == 16 for row in fast.accept_lengths)
+    fast = generate(target, small, PROMPTS, tree=TREE, **MIXED)
+    assert fast.tokens == plain.tokens
+    assert all(sum(row) == 16 for row in fast.accept_lengths)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", ["coupled", pytest.param("rejection", marks=pytest.mark.slow)])
 def test_the_target_as_its_own_draft_accepts_everything(target, rule):
     """Depth + 1 tokens a cycle, also after the prompt of one token, which stands in no pair. Sampled: q is p, so both rules keep all."""
     out = generate(target, LanguageModelDraft.of(target, target), PROMPTS, tree=Chain(3), rule=rule, **MIXED)
@@ -42,6 +41,7 @@ def test_the_target_as_its_own_draft_accepts_everything(target, rule):
     assert np.mean([kept for row in out.accept_lengths[2:] for kept in row]) > 3.8  # rounding of p/q alone may refuse
 
 
+@pytest.mark.slow
 def test_rejection_samples_the_targets_law(target, small):
     """The second token of 2,048 seeds against plain sampling's: a chi-square after the likeliest first token."""
     rows, rounds = 256, 8
