@@ -69,6 +69,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE.jsonl", default="lossless.jsonl", help="a line per finished case")
     add_model_options(parser)
     args = parser.parse_args(argv)
+    if args.mesh:
+        parser.error("--mesh: the plain text that all is compared with comes from one device; name meshes to compare with --meshes")
     args.trees = [way(tree) if isinstance(tree, str) and tree != "auto" else tree for tree in args.trees]
     return args
 
