@@ -44,7 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_options(parser)
     add_sampling_options(parser, max_new_tokens=512)
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0: the likeliest token, always")
-    parser.add_argument("--tree", type=tree_argument, default="auto", help=TREE_HELP)
+    parser.add_argument("--tree", type=tree_argument, help=TREE_HELP)
     parser.add_argument("--cycles", type=positive, default=CYCLES, metavar="N", help="cycles between two looks at what has come")
     parser.add_argument("--quiet", action="store_true", help="answers only, no figures on stderr")
     args = parser.parse_args(argv)
