@@ -128,6 +128,8 @@ def main(args: argparse.Namespace) -> None:
     elif args.compare:
         compare(args, models, prompts, rows, options, programs)
     else:
+        if args.show_tree is not None:
+            args.tree, _ = contestant(args, models)  # plain decoding has no tree to show
         answer(args, models, prompts, rows, options, programs)
 
 
@@ -225,13 +227,13 @@ def summary(output: Output, mode: str, seconds: float, compiled: float) -> str:
 def compare(
     args: argparse.Namespace, models: Models, prompts: list[Prompt], rows: list[list[int]], options: dict[str, Any], programs: Programs
 ) -> None:
-    tree, note = contestant(args, models)
+    args.tree, note = contestant(args, models)
     with status("compiling and decoding, plainly and speculatively in turns"):
         result = benchmark(
             models.target,
             models.draft,
             rows,
-            [tree],
+            [args.tree],
             batch=args.batch,
             seed=args.seed,
             repeats=args.repeats,
