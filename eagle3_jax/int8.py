@@ -85,7 +85,7 @@ def _whole(x_XI: jax.Array, matrix: jax.Array, precision: jax.lax.Precision, tra
 def _by_inputs(x_XI: jax.Array, matrix_IO: jax.Array, precision: jax.lax.Precision) -> jax.Array:
     """As `_whole`, summed over blocks of inputs."""
     inputs, outputs = matrix_IO.shape
-    block = min(inputs, max(1, BLOCK // (4 * outputs)))
+    block = _block(inputs, outputs)
 
     def part(start: Any, size: int) -> jax.Array:
         weights = jax.lax.dynamic_slice_in_dim(matrix_IO, start, size, 0)
@@ -101,7 +101,7 @@ def _by_inputs(x_XI: jax.Array, matrix_IO: jax.Array, precision: jax.lax.Precisi
 def _by_rows(x_XI: jax.Array, matrix_OI: jax.Array, precision: jax.lax.Precision) -> jax.Array:
     """As `_whole` of a transposed matrix, block after block of its rows: each gives some of the outputs."""
     outputs, inputs = matrix_OI.shape
-    block = min(outputs, max(1, BLOCK // (4 * inputs)))
+    block = _block(outputs, inputs)
 
     def part(start: Any, size: int) -> jax.Array:
         return _whole(x_XI, _floats(jax.lax.dynamic_slice_in_dim(matrix_OI, start, size, 0), x_XI.dtype), precision, True)
@@ -113,6 +113,13 @@ def _by_rows(x_XI: jax.Array, matrix_OI: jax.Array, precision: jax.lax.Precision
     y = jax.lax.fori_loop(0, whole_blocks, step, jnp.zeros((x_XI.shape[0], outputs), jnp.float32))
     rest = outputs - whole_blocks * block
     return jax.lax.dynamic_update_slice_in_dim(y, part(outputs - rest, rest), outputs - rest, 1) if rest else y
+
+
+def _block(size: int, width: int) -> int:
+    """How many of `size` rows of this width to take at a time: a divisor near the limit where there is one, for a rest costs more."""
+    limit = min(size, max(1, BLOCK // (4 * width)))
+    divisor = next(n for n in range(limit, 0, -1) if size % n == 0)
+    return divisor if 2 * divisor >= limit else limit
 
 
 def _floats(weights: jax.Array, dtype: Any) -> jax.Array:
