@@ -22,6 +22,8 @@ def test_every_notebook_has_parameters_and_parses() -> None:
             if cell["cell_type"] == "code":
                 compile("".join(cell["source"]), str(path), "exec")
                 assert not any(output["output_type"] == "error" for output in cell["outputs"])
+        shown = [output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output]
+        assert any("image/png" in data for data in shown), f"{path.name} holds no picture: run tests/notebook_runner.py"
 
 
 def test_the_runner_shows_what_a_notebook_would(tmp_path: Path) -> None:

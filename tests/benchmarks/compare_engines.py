@@ -125,7 +125,10 @@ class Engine:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait(30)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:  # an engine that will not go must not cost the figures
+            self._process.kill()
         self._log.close()
 
 
