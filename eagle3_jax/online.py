@@ -21,7 +21,10 @@ def observe(target: Target, taps: tuple[int, ...], batch: Batch, attention: str 
     """
     B, T = batch.tokens.shape
     sight = jnp.where(batch.valid, batch.segments, -1)
-    out = target_model.forward(target, batch.tokens, batch.positions, None, taps=taps, segments_BT=sight, attention=attention)
+    prompts = _prompts(batch) if target.config.rope.kind == "dynamic" else None
+    out = target_model.forward(
+        target, batch.tokens, batch.positions, None, taps=taps, segments_BT=sight, attention=attention, prompt_B=prompts
+    )
     # The teacher of the token predicted from slot i stands at i + 1; behind the row's end there is none.
     at_BC = jnp.where((batch.slots >= 0) & (batch.slots + 1 < T), batch.slots + 1, T)
     C = at_BC.shape[1]
@@ -39,3 +42,12 @@ def observe(target: Target, taps: tuple[int, ...], batch: Batch, attention: str 
     row = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], padded_BC.shape)
     argmax = jnp.full((B, T), -1, jnp.int32).at[row, padded_BC].set(chosen, mode="drop")
     return dataclasses.replace(batch, features=out.features, hidden=out.hidden, argmax=argmax)
+
+
+def _prompts(batch: Batch) -> jax.Array:
+    """int32 [B, T]: how many tokens stand before the first response of each token's segment, 0 where it has none."""
+    B, T = batch.tokens.shape
+    row = jnp.arange(B, dtype=jnp.int32)[:, None]
+    place = jnp.where(batch.response > 0, batch.positions, T)
+    first = jnp.full((B, T + 1), T, jnp.int32).at[row, batch.segments].min(place)[row, batch.segments]
+    return jnp.where(first < T, first, 0)

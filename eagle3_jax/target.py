@@ -96,15 +96,18 @@ def forward(
     taps: entering-block ids; tap k is Hugging Face's `hidden_states[k]`, so that L is the final normed state.
     earlier: per block, K/V of tokens that stand between cache and pass, as the `kv` of an earlier pass gives them: passes of T tokens,
     each one position on; then the mask is [B or 1, T, R] over theirs and the pass's own keys, and the `kv` returned holds both.
-    prompt_B: int32 [B], each row's prompt length, for `dynamic` rotary embedding: tokens of the prompt are rotated for a context of that
-    length, later ones (and all without it) for the context that each of them ends, so that no row depends on what else is in the pass.
+    prompt_B: int32 [B], each row's prompt length ([B, T] where a row holds several prompts), for `dynamic` rotary embedding: tokens of the
+    prompt are rotated for a context of that length, later ones (and all without it) for the context that each of them ends, so that
+    nothing depends on what else is in the pass.
     """
     c = target.config
     if mask_BTT is None and cache is not None:
         raise ValueError("a pass over a cache needs a mask")
     x = lookup(target.embed[...], tokens_BT)
     B, T, _ = x.shape
-    context_BT = None if prompt_B is None or c.rope.kind != "dynamic" else jnp.maximum(positions_BT + 1, prompt_B[:, None])
+    context_BT = None
+    if prompt_B is not None and c.rope.kind == "dynamic":
+        context_BT = jnp.maximum(positions_BT + 1, prompt_B if prompt_B.ndim == 2 else prompt_B[:, None])
     cos_sin = rotary(positions_BT, c.rope, c.head_dim, context_BT)
     # A window that reaches as far as this pass can costs nothing.
     reach = T if cache is None else cache.slots

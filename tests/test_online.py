@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from training_set import TAPS, conversations, selection, tiny_draft, tiny_frozen, tiny_target
 
+from eagle3_jax import online
 from eagle3_jax import target as target_model
 from eagle3_jax.batches import BatchSource, Cursor, TokenExamples
 from eagle3_jax.features import CachedExample
 from eagle3_jax.online import observe
 from eagle3_jax.trainer import Fixed, TrainConfig, new_state, split, train_step
-from eagle3_jax.ttt import recipe
+from eagle3_jax.ttt import Batch, recipe
 
 CONFIG = TrainConfig(recipe=recipe("aligned", steps=3), steps=10, rows=2, row_tokens=48, row_slots=40, warmup=2, peak_lr=1e-2)
 
@@ -52,14 +53,24 @@ def source(examples) -> BatchSource:
     return BatchSource(lambda: examples, CONFIG.recipe, seed=0, rows=CONFIG.rows, width=CONFIG.row_tokens, slots=CONFIG.row_slots)
 
 
+def test_prompt_lengths_of_a_packed_row() -> None:
+    """What `dynamic` rotary embedding asks for: a document of 2 + 2 tokens and another turn, one without a response, padding."""
+    segments, response = [[1, 1, 1, 1, 1, 1, 2, 2, 0, 0]], [[0, 0, 1, 1, 0, 2, 0, 0, 0, 0]]
+    positions = [[0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
+    arrays = {"segments": segments, "response": response, "positions": positions, "tokens": segments}
+    shared = {name: jnp.asarray(value, jnp.int32) for name, value in arrays.items()}
+    batch = Batch(features=None, hidden=None, argmax=None, valid=shared["segments"] > 0, slots=shared["segments"], **shared)
+    assert online._prompts(batch).tolist() == [[2, 2, 2, 2, 2, 2, 0, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_online_equals_offline(accumulate: int) -> None:
     """Ten updates from token ids alone and from cached float32 features, packed rows and all."""
     target = tiny_target()
-    online = dataclasses.replace(CONFIG, online=True, accumulate=accumulate)
+    within = dataclasses.replace(CONFIG, online=True, accumulate=accumulate)
     offline = dataclasses.replace(CONFIG, accumulate=accumulate)
     results = []
-    for config, examples, inside in ((offline, Known(target), None), (online, TokenExamples(selection()), target)):
+    for config, examples, inside in ((offline, Known(target), None), (within, TokenExamples(selection()), target)):
         params, variables = split(tiny_draft(), config.recipe)
         state, fixed = new_state(params, config), Fixed(tiny_frozen(target), variables, inside)
         batches = source(examples)

@@ -280,6 +280,21 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "*.safetensors" in asked[0][1]["allow_patterns"]
 
 
+def test_a_gguf_file_of_a_hub_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repository: str, **options: Any) -> str:
+        asked.append((repository, options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(WeightsError, match=r"name-Q4_K_M\.gguf: no such file"):
+        load_target("owner/name/name-Q4_K_M.gguf")
+    assert asked == [("owner/name", ["name-Q4_K_M.gguf"])]
+
+
 def test_torch_files_are_downloaded_only_where_there_is_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub
 

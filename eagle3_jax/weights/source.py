@@ -10,6 +10,7 @@ from pathlib import Path
 from eagle3_jax.weights.table import WeightsError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILE = re.compile(rf"({HUB_ID.pattern})/([\w.-]+\.gguf)")
 
 
 def locate(
@@ -21,13 +22,15 @@ def locate(
     """A local file or folder. A built-in name wins over a folder of that name (write `./name` for the folder).
 
     From a hub repository the files at its top that match `patterns` are downloaded, and those that match `otherwise`
-    where there is none of the last pattern's. Raises WeightsError when nothing is found.
+    where there is none of the last pattern's; from "owner/name/FILE.gguf" that file alone. Raises WeightsError when nothing is found.
     """
     if isinstance(path_or_id, str) and path_or_id in builtin:
         return builtin[path_or_id]()
     path = Path(path_or_id).expanduser()
     if path.exists():
         return path
+    if isinstance(path_or_id, str) and (file := HUB_FILE.fullmatch(path_or_id)):
+        return _download(file[1], [file[2]]) / file[2]
     if isinstance(path_or_id, str) and HUB_ID.fullmatch(path_or_id) and not path_or_id.endswith(".gguf"):
         folder = _download(path_or_id, patterns)
         return _download(path_or_id, [*patterns, *otherwise]) if otherwise and not any(folder.glob(patterns[-1])) else folder
@@ -38,7 +41,8 @@ def _download(repository: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+        # consolidated*: the same weights once more, in Mistral's own format.
+        return Path(snapshot_download(repository, allow_patterns=list(patterns), ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:  # Offline, unknown repository, refused access: the hub's client has a class for each.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WeightsError(f"{repository}: no such folder here, and the Hugging Face hub did not give it ({first})") from error
