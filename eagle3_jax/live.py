@@ -57,11 +57,11 @@ class CompileClock:
         self._spans: list[tuple[float, float]] = []
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, seconds: float, **_: object) -> None:
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if not event.startswith("/jax/core/compile/"):
             return
         end = time.perf_counter()
-        start = end - seconds
+        start = end - duration_secs
         # A step reports when it ends; those inside it have reported before.
         while self._spans and self._spans[-1][0] >= start:
             self._spans.pop()

@@ -23,7 +23,7 @@ def quantize_int8(module: M) -> M:
     values = {}
     for name, variable in named_variables(module):
         value = variable.get_value()
-        axes = variable.get_metadata().get("axes") or ()
+        axes = list(variable.get_metadata().get("axes") or ())
         matrix = isinstance(variable, nnx.Param) and len(axes) > 1 and "norm" not in axes and not name.endswith("_bias")
         # A table of embeddings is read by rows, and as a tied head its rows are the outputs.
         values[name] = to_int8(value, 1 if axes[0] == "vocab" else 0) if matrix and not isinstance(value, Int8) else value

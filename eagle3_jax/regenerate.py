@@ -177,7 +177,7 @@ def regenerate(
     longest = min(source.max_prompt, server.target.config.max_position - 1)
 
     def submit(dialogue: _Dialogue, prompt: np.ndarray) -> None:
-        server.submit(Job(dialogue, prompt, seed_of(seed, dialogue.number, len(dialogue.reasons))))
+        server.submit(Job(dialogue, prompt.tolist(), seed_of(seed, dialogue.number, len(dialogue.reasons))))
 
     try:
         waiting = 0

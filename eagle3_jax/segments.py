@@ -222,7 +222,7 @@ def join(reports: Sequence[DecodeState]) -> DecodeState:
     """One report of all, each row's parts behind each other."""
     last = reports[-1]
 
-    def rows(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> np.ndarray:
+    def rows(values: Sequence[Any], counts: Sequence[Any]) -> np.ndarray:
         """values: per report [B, X, ...], of which counts [B] are meant; [B, most, ...]."""
         joined = np.zeros((len(last.done), max(1, int(np.sum(counts, axis=0).max())), *values[0].shape[2:]), values[0].dtype)
         for b in range(len(joined)):

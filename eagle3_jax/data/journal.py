@@ -35,9 +35,9 @@ class Journal:
             raise DataError(f"{self.part}: an unfinished run is there; continue it with --resume, or delete the file")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.found: set[int] = set()
-        about = json.loads(json.dumps(about))
+        stated: dict[str, Any] = json.loads(json.dumps(about))
         if not self.part.exists():
-            self._create(about)
+            self._create(stated)
         # Unbuffered: after a write that failed, nothing of it waits to be written later.
         self._out = self.part.open("r+b", buffering=0)
         try:
@@ -46,7 +46,7 @@ class Journal:
             self._out.close()
             raise DataError(f"{self.part}: another process is writing it") from None
         try:
-            self._read(about)
+            self._read(stated)
         except BaseException:
             self._out.close()
             raise
