@@ -118,7 +118,8 @@ def main(args: argparse.Namespace) -> None:
     sizes = {mesh: parse_mesh(mesh) for mesh in args.meshes if mesh}
     if sizes:
         # Takes effect on a CPU alone, and only before the first array.
-        jax.config.update("jax_num_cpu_devices", max(jax.config.values["jax_num_cpu_devices"], *(math.prod(s.values()) for s in sizes.values())))
+        wanted = max(math.prod(axes.values()) for axes in sizes.values())
+        jax.config.update("jax_num_cpu_devices", max(jax.config.values["jax_num_cpu_devices"], wanted))
     models = load_models(args, need_tokenizer=any(prompt.ids is None for prompt in prompts))
     on_mesh = {}
     for name, axes in sizes.items():
