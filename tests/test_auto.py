@@ -80,6 +80,7 @@ def test_the_shipped_counts_know_every_candidate():
     assert 1.4 < counts.length("chain:3") < 1.8 < counts.length("tree:60,8,10")
 
 
+@pytest.mark.slow
 def test_replay_equals_smaller_trees(target, close):
     """The first cycle of every prompt: what a recorded large tree says of smaller ones is what they do."""
     recorded = Tree(nodes=22, depth=3, width=3)

@@ -213,6 +213,7 @@ def test_what_is_tried(golden_draft):
     assert {config.rope.theta for config in tried.values()} == {5000.0, 10000.0, 7.0}
 
 
+@pytest.mark.slow
 def test_verify_finds_a_head_whose_taps_are_one_off(golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """The tiny official head, as it is, and again saved with the ids that its taps are not."""
     save_word_tokenizer(tmp_path / "tokenizer")

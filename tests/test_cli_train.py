@@ -77,6 +77,7 @@ def test_a_run_stopped_and_resumed(target: Path, conversations: Path, tmp_path: 
     assert "resumed at step 4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_target_within_the_step_and_the_decoder_as_judge(
     target: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -73,6 +73,7 @@ def test_ablation_writes_figures_and_trains_once(material: Material, monkeypatch
         run_experiment("ablation", material, said.append)
 
 
+@pytest.mark.slow
 def test_eagles_way_keeps_the_targets_head_and_feature(material: Material) -> None:
     head = trained_head(material, paper.EAGLE)
     assert head.config.taps == (3,)

@@ -28,7 +28,6 @@ from eagle3_jax.weights import WeightsError, load_target
 
 REFERENCE = np.load(Path(__file__).parent / "reference" / "hf_families.npz")
 # Text of the others comes from the same code paths; their logits are checked as well.
-QUICK = {"llama_dynamic", "mistral_window"}
 
 
 def load(case: str, tmp_path: Path) -> Target:
@@ -54,7 +53,8 @@ def test_logits_are_hugging_faces(case: str, tmp_path: Path):
         np.testing.assert_allclose(np.asarray(got)[KEPT], want, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in FAMILY_CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILY_CASES)
 def test_text_is_hugging_faces_plainly_and_with_a_tree(case: str, tmp_path: Path):
     """A ragged batch: each row's text is the one that it gets alone. The scripted draft is right three times of four, so trees are
     accepted in part, at every place relative to windows and to the context that rotary scaling starts from."""

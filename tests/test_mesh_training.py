@@ -146,6 +146,7 @@ def test_rows_that_cannot_be_dealt_out():
         fit(draft, tiny_frozen(target), source(config), config, target=target, reporter=Reporter(1), mesh=make_mesh(2, 4, 1))
 
 
+@pytest.mark.slow
 def test_each_parameter_crosses_the_devices_once_a_batch():
     """Chunks of a row loop, but no loop moves a parameter or its gradient: gathers and scatters are as many as split parameters."""
     _, draft = models()

@@ -63,7 +63,7 @@ def test_prompt_lengths_of_a_packed_row() -> None:
     assert online._prompts(batch).tolist() == [[2, 2, 2, 2, 2, 2, 0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_online_equals_offline(accumulate: int) -> None:
     """Ten updates from token ids alone and from cached float32 features, packed rows and all."""
     target = tiny_target()

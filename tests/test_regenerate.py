@@ -105,6 +105,7 @@ def test_every_answer_is_the_targets_own(run, golden_target, tokenizer):
         assert len(ends) == turns or ends[-1] == "length"
 
 
+@pytest.mark.slow
 def test_draft_and_batch_change_nothing(run, golden_draft, tmp_path):
     run("plain.jsonl")
     tally, _ = run("drafted.jsonl", draft=golden_draft, batch=4)

@@ -44,7 +44,7 @@ def serve(server: Server, jobs: list[Job]) -> dict:
 LENGTHS = [1, 9, 4, 2, 5, 3, 40, 1, 6]
 
 
-@pytest.mark.parametrize("heat", [0.0, 0.9])
+@pytest.mark.parametrize("heat", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_answers_are_those_of_generate(target, draft, heat, drafted):
     """Same tokens, reasons and cycles as each prompt in a batch of `generate`; the order of coming changes nothing."""

@@ -25,7 +25,7 @@ def drafts(target):
 
 
 @pytest.mark.parametrize("name", ["plain", "head", "model"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_turns_equal_whole_texts(target, drafts, name, temperature, monkeypatch):
     draft = drafts[name]
     fed = []
@@ -83,6 +83,7 @@ def test_caches_lost_to_an_interrupt_are_made_anew(target, drafts):
     assert session.generate(FIRST, **options) == want and session.reused == 0
 
 
+@pytest.mark.slow
 def test_a_conversation_is_the_chat_template_over_all_turns(target, drafts, tmp_path):
     from command_scripts import save_word_tokenizer
     from transformers import AutoTokenizer

@@ -116,7 +116,7 @@ def test_long_prompts_and_long_answers(target, draft):
                 assert [tokens[0] for tokens, _ in trees] == roots  # each tree grows from the token before it
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["caches", "freed"])
+@pytest.mark.parametrize("kept", [pytest.param(True, marks=pytest.mark.slow), False], ids=["caches", "freed"])
 def test_caches_grow_by_bucket(target, draft, kept):
     """From 384 slots to 640 while decoding; afterwards they hold what one program's caches hold, and dropping all frees all."""
     request, config = prepare(target, draft, PROMPTS, 500, tree=CHAIN, eos_token_ids=[])
@@ -215,6 +215,7 @@ def test_caches_are_updated_in_place(target, draft, program):
     assert not re.findall(rf"= {shapes}\S* copy\(", text)
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_all_there_is(target, draft, caplog):
     """It says how many programs there are, and no request of its kind compiles another: of `generate`, of streams, of sessions."""
     small = dataclasses.replace(target.config, max_position=300)

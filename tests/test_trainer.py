@@ -87,6 +87,7 @@ def test_checkpoint_of_another_configuration_is_refused(cache: FeatureCache, tmp
         train(cache, dataclasses.replace(CONFIG, steps=5), tmp_path, resume=True)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_schedule_may_move_while_on_its_plateau(cache: FeatureCache, tmp_path: Path) -> None:
     whole = parameters(train(cache, dataclasses.replace(CONFIG, steps=10, decay=3)))
     with pytest.raises(KeyboardInterrupt):
@@ -186,6 +187,7 @@ def test_learning_rate_may_fall_along_a_line() -> None:
     np.testing.assert_allclose(rates, [1.0, 1.0, 0.775, 0.55, 0.325, 0.1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_keeps_float32_masters(cache: FeatureCache) -> None:
     """An update far below a parameter's last bfloat16 bit still moves it; state and gradients' sums are float32."""
     config = dataclasses.replace(CONFIG, compute="bfloat16", peak_lr=1e-5, warmup=0, accumulate=2)

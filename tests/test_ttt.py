@@ -197,7 +197,7 @@ def test_scored_slots_come_in_runs(name: str, seed: int) -> None:
         assert all(masks[s - k, b, i + k] for k in range(s + 1))
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", ["aligned", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(RECIPES) if n != "aligned")])
 def test_gathering_changes_nothing(name: str) -> None:
     rule = recipe(name, steps=4)
     batch = make([[0, 1, 1, 1, 1, 0, 2, 2, 2, 2, 0], [0, 0, 0, 1, 1, 1, 0, 0]], lengths=[11, 8])

@@ -63,7 +63,8 @@ def test_heads_that_the_mesh_cannot_split_are_said(tmp_path: Path):
 def test_nothing_is_whole_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """When a tensor is read, no other tensor of the file is alive, and every array that JAX holds by then lies on the mesh."""
     mesh, folder = make_mesh(fsdp=4, tensor=2), write_folder(tmp_path, EVEN, tensors_of(EVEN))
-    before = {id(array) for array in jax.live_arrays()}
+    held = jax.live_arrays()  # while they are held, no new array gets the identity of an old one
+    before = {id(array) for array in held}
     alive: list[weakref.ref] = []
     read, seen = TensorFiles.read, []
 
