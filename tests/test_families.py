@@ -27,7 +27,6 @@ from eagle3_jax.tree import Tree, ancestor_mask
 from eagle3_jax.weights import WeightsError, load_target
 
 REFERENCE = np.load(Path(__file__).parent / "reference" / "hf_families.npz")
-# Text of the others comes from the same code paths; their logits are checked as well.
 
 
 def load(case: str, tmp_path: Path) -> Target:
