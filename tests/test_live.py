@@ -168,6 +168,6 @@ def test_a_real_ctrl_c(models) -> None:
     assert process.stdout is not None
     head = process.stdout.read(200)
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=60)
+    rest, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert (head + rest).endswith(b"\n") and err.decode().splitlines()[-1] == "eagle3-generate: interrupted"
