@@ -151,21 +151,22 @@ def test_the_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
 def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     """Sixty updates, a checkpoint every second one: whenever the process dies, the end is the same, bit for bit."""
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
-    script, cache = Path(__file__).with_name("killed_training.py"), tmp_path / "features"
+    script, cache, said = Path(__file__).with_name("killed_training.py"), tmp_path / "features", tmp_path / "output"
     features(cache)
 
     def start(folder: Path) -> subprocess.Popen:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(script.parent.parent)}
         # Compiled once, not in every process.
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        return subprocess.Popen([sys.executable, script, cache, folder], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        with said.open("wb") as output:
+            return subprocess.Popen([sys.executable, script, cache, folder], env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def result(folder: Path) -> dict[str, np.ndarray]:
         with np.load(folder / "result.npz") as arrays:
             return dict(arrays)
 
     whole = start(tmp_path / "whole")
-    assert whole.wait(timeout=300) == 0, whole.communicate()[0]
+    assert whole.wait(timeout=300) == 0, said.read_text()
     want = result(tmp_path / "whole")
     kills = run = 0
     while kills < 20:
@@ -185,11 +186,11 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
             process.wait()
             kills += 1
             continue
-        assert process.returncode == 0, process.communicate()[0]
+        assert process.returncode == 0, said.read_text()
         run += 1
     if not (folder / "result.npz").exists():
         last = start(folder)
-        assert last.wait(timeout=300) == 0, last.communicate()[0]
+        assert last.wait(timeout=300) == 0, said.read_text()
     for folder in tmp_path.glob("run*"):
         if (folder / "result.npz").exists():
             found = result(folder)

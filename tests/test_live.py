@@ -164,10 +164,15 @@ def test_a_real_ctrl_c(models) -> None:
     command = [sys.executable, str(ROOT / "infer" / "generate.py"), *models, "--prompt-ids", "3,14,15", "--stream", "--ignore-eos"]
     command += ["--max-new-tokens", "1900", "--tree", "chain:2", "--cycles", "1", "--no-compilation-cache"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    head = process.stdout.read(200)
-    process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=300)
+    # The answer may be over before the signal is there; then once more.
+    for _ in range(5):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        head = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=300)
+        if process.returncode != 0:
+            break
     assert process.returncode == 130
-    assert (head + rest).endswith(b"\n") and err.decode().splitlines()[-1] == "eagle3-generate: interrupted"
+    assert (head + rest).endswith(b"\n")
+    assert err.decode().splitlines()[-1] == "eagle3-generate: interrupted"
