@@ -108,7 +108,9 @@ def run_arm(material: Material, arm: Arm) -> ArmResult:
         train_seconds=seconds,
         cycle_seconds=cycle,
     )
-    save_head(draft, folder / "head", dtype="float32", overwrite=True, dialect="specforge")
+    # Of the flat dialects one has no name for the last block's output as a tap, the other none for the embedding.
+    dialect = "specforge" if draft.config.taps[-1] == material.target.config.num_layers else "official"
+    save_head(draft, folder / "head", dtype="float32", overwrite=True, dialect=dialect)
     write_json(file, {"about": about, "result": dataclasses.asdict(result)})
     return result
 
