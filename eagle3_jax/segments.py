@@ -61,7 +61,7 @@ def first_token(
 ) -> tuple[DecodeState, DecodeState]:
     """Program: every row's first token; (what the first cycle starts from, what came out)."""
     with on_mesh_of(target):
-        return _split(decode.first_token(target, request, config, hidden_BD, features_BA))
+        return split(decode.first_token(target, request, config, hidden_BD, features_BA))
 
 
 @partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
@@ -86,10 +86,10 @@ def advance(
 
     with on_mesh_of(target):
         _, state = jax.lax.while_loop(going, one, (jnp.zeros((), jnp.int32), state))
-    return _split(state)
+    return split(state)
 
 
-def _split(state: DecodeState) -> tuple[DecodeState, DecodeState]:
+def split(state: DecodeState) -> tuple[DecodeState, DecodeState]:
     """(what a later cycle needs, what the host reads): the first is donated while the second is still being read."""
     carried = dict.fromkeys(("out", "n_out", "accepted", "cycles", "trees"))
     told = dict.fromkeys(("cache", "draft_cache", "features", "tokens", "count", "pending"))

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.cache import Cache
-from eagle3_jax.decode import DecodeConfig, DecodeState, Request, cycle, prefill
+from eagle3_jax.buckets import bucket
+from eagle3_jax.decode import DecodeConfig, DecodeState, Request, prefill
 from eagle3_jax.drafting import Draft
-from eagle3_jax.generate import bucket, check_prompts, prepare
+from eagle3_jax.generate import check_prompts, prepare
+from eagle3_jax.segments import advance, grown, split
 from eagle3_jax.sharding import on_mesh_of
 from eagle3_jax.target import Target
 from eagle3_jax.tree import TreeChoice
@@ -187,7 +188,8 @@ class Server:
             request = dataclasses.replace(self.request, prompts=np.zeros((self.batch, 1), np.int32))
             return idle(self.target, self.draft, request, config)
         if self._state.cache.slots < slots:
-            return grown(self._state, slots)
+            cache, draft_cache = grown((self._state.cache, self._state.draft_cache), slots)
+            return dataclasses.replace(self._state, cache=cache, draft_cache=draft_cache)
         return self._state
 
     def _dispatch(self) -> DecodeState:
@@ -240,41 +242,7 @@ def prompt_width(tokens: int) -> int:
 def opened(target: Target, draft: Draft | None, request: Request, config: DecodeConfig) -> tuple[DecodeState, DecodeState]:
     """Program: prompts are run and every row's first token is sampled; as `advance` gives it."""
     with on_mesh_of(target):
-        return _split(prefill(target, draft, request, config))
-
-
-@partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
-def advance(
-    target: Target, draft: Draft | None, request: Request, config: DecodeConfig, state: DecodeState, cycles: jax.Array
-) -> tuple[DecodeState, DecodeState]:
-    """Program: at most `cycles` (int32 []) cycles, fewer when all rows are done. request.limits: tokens that each row may still bring.
-
-    state is donated, its caches are updated in place. Returns (what the next call starts from, what came out).
-    """
-    B = request.lengths.shape[0]
-    out = {
-        "out": jnp.zeros((B, config.max_new + config.steps), jnp.int32),
-        "n_out": jnp.zeros((B,), jnp.int32),
-        "accepted": jnp.zeros((B, config.max_new), jnp.int32),
-        "cycles": jnp.zeros((B,), jnp.int32),
-    }
-
-    def going(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        return (carry[0] < cycles) & ~jnp.all(carry[1].done)
-
-    def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        return carry[0] + 1, cycle(target, draft, request, config, carry[1])
-
-    with on_mesh_of(target):
-        _, state = jax.lax.while_loop(going, one, (jnp.zeros((), jnp.int32), dataclasses.replace(state, **out)))
-    return _split(state)
-
-
-def _split(state: DecodeState) -> tuple[DecodeState, DecodeState]:
-    """(what a later cycle needs, what the host reads): the first is donated while the second is still being read."""
-    carried = dict.fromkeys(("out", "n_out", "accepted", "cycles", "trees"))
-    told = dict.fromkeys(("cache", "draft_cache", "features", "tokens", "count", "pending"))
-    return dataclasses.replace(state, **carried), dataclasses.replace(state, **told)
+        return split(prefill(target, draft, request, config))
 
 
 def idle(target: Target, draft: Draft | None, request: Request, config: DecodeConfig) -> DecodeState:
@@ -282,20 +250,6 @@ def idle(target: Target, draft: Draft | None, request: Request, config: DecodeCo
     shapes, _ = jax.eval_shape(partial(opened, config=config), target, draft, request)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return dataclasses.replace(state, done=jnp.ones_like(state.done))
-
-
-@partial(jax.jit, static_argnames=("slots",))
-def grown(state: DecodeState, slots: int) -> DecodeState:
-    """Program: the same state in caches of more slots."""
-
-    def larger(leaf: Any) -> Any:
-        if not isinstance(leaf, Cache):
-            return leaf
-        more = slots - leaf.slots
-        k = tuple(jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in leaf.k)
-        return Cache(k, tuple(jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in leaf.v), leaf.lengths)
-
-    return jax.tree.map(larger, state, is_leaf=lambda leaf: isinstance(leaf, Cache))
 
 
 @partial(jax.jit, donate_argnames=("state",))
