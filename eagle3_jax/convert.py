@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.diagnose import Diagnosis
 from eagle3_jax.draft import Eagle3Draft, reread
 from eagle3_jax.model_card import model_card
+from eagle3_jax.survival import FILE
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import TokenizerError, load_tokenizer
 from eagle3_jax.weights.builtin import BUILTIN_MODELS, builtin_file, builtin_head
@@ -86,6 +88,9 @@ def convert_head(
     )
     embedding = known.embed[...] if to == "speculators" and isinstance(known, Target) else None
     written = save_head(draft, out, kind, overwrite=overwrite, dialect=to, target_name=name, card=text, embedding=embedding)
+    if (folder / FILE).is_file() and not changes and rope_theta is None:
+        # The same head accepts the same; one whose reading was corrected does not.
+        shutil.copyfile(folder / FILE, written / FILE)
     return {"source": str(source), "from": files.dialect.name, "to": to, "folder": str(written), "dtype": kind, **_about(draft)}
 
 

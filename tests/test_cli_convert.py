@@ -43,8 +43,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("to", DIALECTS)
 def test_a_head_is_carried_over_with_its_card(to: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# A head\nAccepts 2.5 on MT-bench.\n")
+    (folder / "survival.json").write_text("counted")
     out = tmp_path / "out"
     assert run("head", folder, out, "--to", to, "--target-name", "owner/target", "--data", "My chats.", "--json") == 0
+    assert (out / "survival.json").read_text() == "counted"
     done = json.loads(capsys.readouterr().out)
     assert (done["from"], done["to"], done["dtype"], done["taps"]) == ("official", to, "float16", [2, 4, 5])
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
