@@ -15,26 +15,15 @@ from flax import nnx
 from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import Cache, append
-from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.config import DraftConfig
 from eagle3_jax.decode import DecodeConfig, Request, run
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import count_parameters, named_variables
 from eagle3_jax.sampling import Sampling
+from eagle3_jax.shapes import LLAMA_31_8B
 from eagle3_jax.target import Target
 from eagle3_jax.tree import Tree
 
-LLAMA_31_8B = TargetConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=131072,
-    rope=RopeConfig(theta=500000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
-    eos_token_ids=(128001, 128008, 128009),
-)
 SLOTS = 2000
 """Divides nothing else in these programs, so that an array of this length can only belong to a cache."""
 

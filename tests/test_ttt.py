@@ -13,10 +13,11 @@ import pytest
 from training_set import KEPT, TAPS, TARGET, parameters, tiny_draft
 
 from eagle3_jax import draft as draft_model
-from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.losses import head_loss
 from eagle3_jax.params import count_parameters
+from eagle3_jax.shapes import LLAMA_31_8B
 from eagle3_jax.trainer import join, split
 from eagle3_jax.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, _unroll, recipe, scored, ttt_loss
 
@@ -341,17 +342,7 @@ def test_unknown_recipe() -> None:
 
 
 def test_head_of_llama_8b_has_425m_parameters() -> None:
-    target = TargetConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=8192,
-    )
-    draft = jax.eval_shape(lambda: Eagle3Draft(DraftConfig.for_target(target, 32000)))
+    draft = jax.eval_shape(lambda: Eagle3Draft(DraftConfig.for_target(LLAMA_31_8B, 32000)))
     count = count_parameters(draft)
     assert count == 3 * 4096**2 + 2 * 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 4096 * 32000 + 4 * 4096
     assert abs(count - 425e6) < 5e6

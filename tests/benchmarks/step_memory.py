@@ -11,22 +11,12 @@ import time
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import fill, named_variables
+from eagle3_jax.shapes import LLAMA_31_8B
 from eagle3_jax.trainer import Fixed, TrainConfig, new_state, split, train_step
 from eagle3_jax.ttt import Batch, Frozen, recipe
-
-LLAMA_8B = TargetConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=131072,
-)
 
 
 def main() -> None:
@@ -36,7 +26,7 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--remat", action="store_true", help="recompute the head's layer in the backward pass")
     args = parser.parse_args()
-    draft_config = DraftConfig.for_target(LLAMA_8B, args.draft_vocab)
+    draft_config = DraftConfig.for_target(LLAMA_31_8B, args.draft_vocab)
     before = None
     for T in args.tokens:
         config = TrainConfig(recipe=recipe("aligned", steps=args.ttt_steps), rows=1, row_tokens=T, row_slots=T, remat=args.remat)
@@ -55,12 +45,12 @@ def compiled(draft_config: DraftConfig, config: TrainConfig) -> jax.stages.Compi
         draft = Eagle3Draft(draft_config)
         values = {name: jnp.zeros(v.get_value().shape, v.get_value().dtype) for name, v in named_variables(draft)}
         params, variables = split(fill(draft, values), config.recipe)
-        embed = jnp.zeros((LLAMA_8B.vocab_size, LLAMA_8B.hidden_size), jnp.bfloat16)
-        frozen = Frozen(embed, jnp.zeros((LLAMA_8B.hidden_size, draft_config.draft_vocab_size), jnp.bfloat16))
+        embed = jnp.zeros((LLAMA_31_8B.vocab_size, LLAMA_31_8B.hidden_size), jnp.bfloat16)
+        frozen = Frozen(embed, jnp.zeros((LLAMA_31_8B.hidden_size, draft_config.draft_vocab_size), jnp.bfloat16))
         return new_state(params, config), Fixed(frozen, variables)
 
     state, fixed = jax.eval_shape(shapes)
-    T, D = config.row_tokens, LLAMA_8B.hidden_size
+    T, D = config.row_tokens, LLAMA_31_8B.hidden_size
     row = lambda *tail, dtype=jnp.int32: jax.ShapeDtypeStruct((1, 1, T, *tail), dtype)  # noqa: E731
     batch = Batch(
         tokens=row(),
