@@ -107,6 +107,8 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     draft, frozen = fresh_draft(draft_config, kept, config.seed), frozen_tables(target, kept)
     if job.start == "target-head":
         start_from_target(draft, target, frozen)
+    elif not config.recipe.train_head:
+        take_head(draft, frozen)
     features = identity(target, draft_config.taps, training, job.max_tokens)
     alone = jax.process_count() == 1
     if alone or config.online:
@@ -272,14 +274,20 @@ FLATTENING = 0.2
 SmolLM2's first loss was 46.7 instead of the 22.2 that it is with this factor, and stayed behind that of random weights."""
 
 
-def start_from_target(draft: Eagle3Draft, target: Target, frozen: Frozen) -> None:
-    """Puts the target's kept head rows and last norm into the draft: with little data, rare tokens need not be learnt from nothing.
+def take_head(draft: Eagle3Draft, frozen: Frozen) -> None:
+    """Gives the draft the target's kept head rows, which is what a recipe that trains no head means by it.
 
     Raises ValueError for a draft whose width is not the target's.
     """
-    if draft.config.hidden_size != target.config.hidden_size:
-        raise ValueError(f"start 'target-head' needs a draft as wide as the target ({target.config.hidden_size})")
+    width = frozen.teacher_head.shape[0]
+    if draft.config.hidden_size != width:
+        raise ValueError(f"a draft that takes the target's head must be as wide as the target ({width}), found {draft.config.hidden_size}")
     draft.head[...] = jnp.array(frozen.teacher_head, draft.dtype)
+
+
+def start_from_target(draft: Eagle3Draft, target: Target, frozen: Frozen) -> None:
+    """Puts the target's kept head rows and last norm into the draft: with little data, rare tokens need not be learnt from nothing."""
+    take_head(draft, frozen)
     draft.norm[...] = FLATTENING * jnp.array(target.norm[...], draft.dtype)
 
 

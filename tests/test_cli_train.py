@@ -125,6 +125,16 @@ def test_a_start_from_the_targets_head(target: Path) -> None:
     np.testing.assert_array_equal(draft.norm[...], FLATTENING * model.norm[...])
 
 
+@pytest.mark.slow
+def test_a_head_that_is_not_trained_is_the_targets(target: Path, conversations: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ("--target", str(target), "--data", str(conversations), "--out", str(out), *SMALL)
+    assert run_script(SCRIPT, *arguments, "--recipe", "speculators", "--steps", "2", "--warmup", "1") == 0
+    model = load_target(target)
+    head = load_draft(out / "head", model)
+    np.testing.assert_allclose(head.head[...], np.asarray(model.head[...])[:, np.asarray(head.d2t[...])], rtol=2**-7)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -22,9 +22,9 @@ from eagle3_jax.experiments.material import Material, Setting, vocabulary_size
 from eagle3_jax.features import open_cache
 from eagle3_jax.fit import fit
 from eagle3_jax.generate import Output, generate
-from eagle3_jax.params import fill, named_variables
+from eagle3_jax.params import named_variables
 from eagle3_jax.reporting import Reporter
-from eagle3_jax.train import draft_vocabulary, fresh_draft, frozen_tables
+from eagle3_jax.train import draft_vocabulary, fresh_draft, frozen_tables, take_head
 from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.tree import Chain
 from eagle3_jax.ttt import Recipe, recipe
@@ -147,13 +147,11 @@ def train_arm(material: Material, arm: Arm, evaluate_every: int | None = None) -
     )
     tables = frozen_tables(target, kept)
     draft = fresh_draft(DraftConfig.for_target(target.config, len(kept), taps), kept, setting.seed)
-    anchors = {}
     if not rule.train_head:
-        anchors["head"] = tables.teacher_head
+        take_head(draft, tables)
     if not rule.train_fusion:
         # The state fed back stands for the target's feature, so both must be measured alike.
-        anchors["fc"] = jnp.eye(target.config.hidden_size, dtype=draft.dtype)
-    draft = fill(draft, {**{name: v.get_value() for name, v in named_variables(draft)}, **anchors})
+        draft.fc[...] = jnp.eye(target.config.hidden_size, dtype=draft.dtype)
     examples = max(1, round(arm.data * len(material.training.examples)))
     batches = partial(BatchSource, recipe=rule, seed=setting.seed, rows=config.rows, width=config.row_tokens, slots=config.row_slots)
     source = batches(lambda: open_cache(folder), limit=examples)
