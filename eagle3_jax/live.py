@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-import jax
-
 from eagle3_jax import tables
+from eagle3_jax.compile_clock import CompileClock
 from eagle3_jax.generate import Output
 from eagle3_jax.stream import Stream
 from eagle3_jax.tree_names import tree_name
@@ -48,28 +47,6 @@ class TextPieces:
     def _new(self) -> str:
         before = self._decode(self._ids[self._context : self._said])
         return self._decode(self._ids[self._context :])[len(before) :]
-
-
-class CompileClock:
-    """Seconds that this process has spent on tracing and compiling since the clock was made, so that they can be told apart."""
-
-    def __init__(self) -> None:
-        self._spans: list[tuple[float, float]] = []
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if not event.startswith("/jax/core/compile/"):
-            return
-        end = time.perf_counter()
-        start = end - duration_secs
-        # A step reports when it ends; those inside it have reported before.
-        while self._spans and self._spans[-1][0] >= start:
-            self._spans.pop()
-        self._spans.append((start, end))
-
-    @property
-    def seconds(self) -> float:
-        return sum(end - start for start, end in self._spans)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,9 @@ from eagle3_jax.commands import (
     tree_argument,
     use_compilation_cache,
 )
+from eagle3_jax.compile_clock import CompileClock
 from eagle3_jax.conversation import Conversation
-from eagle3_jax.live import CompileClock, show
+from eagle3_jax.live import show
 from eagle3_jax.prompts import PromptError
 from eagle3_jax.segments import CYCLES
 

@@ -33,8 +33,8 @@ from eagle3_jax.commands import (
     tree_argument,
     use_compilation_cache,
 )
+from eagle3_jax.compile_clock import CompileClock
 from eagle3_jax.generate import Output, prepare, read
-from eagle3_jax.live import CompileClock
 from eagle3_jax.live import show as show_stream
 from eagle3_jax.prompts import Prompt, PromptError, read_prompts
 from eagle3_jax.segments import CYCLES
