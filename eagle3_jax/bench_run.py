@@ -14,9 +14,9 @@ from eagle3_jax import bench_figures, tables
 from eagle3_jax.benchmark import PLAIN, Benchmark, Programs, Sample, benchmark, modes_of
 from eagle3_jax.commands import write_json
 from eagle3_jax.drafting import Draft
-from eagle3_jax.journal import Journal
 from eagle3_jax.latency import Bursts, bursts
 from eagle3_jax.phases import Phases, phases
+from eagle3_jax.sample_journal import SampleJournal
 from eagle3_jax.target import Target
 from eagle3_jax.throughput import PAPER_CHAINS, Throughput, sweep
 from eagle3_jax.tree import Chain, Tree
@@ -62,7 +62,7 @@ def run_plan(
     if plan.figures is not None:
         bench_figures.new_figure(1, 1)  # without matplotlib, fail before any work
         plan.figures.mkdir(parents=True, exist_ok=True)
-    journal = Journal(plan.out.with_name(plan.out.name + ".journal"), arguments, plan.resume)
+    journal = SampleJournal(plan.out.with_name(plan.out.name + ".journal"), arguments, plan.resume)
     try:
         whole = _measure(plan, target, draft, sets, names, arguments, options, journal, say)
     finally:
@@ -79,7 +79,7 @@ def _measure(
     names: Mapping[str, Sequence[str]],
     arguments: Mapping[str, Any],
     options: Mapping[str, Any],
-    journal: Journal,
+    journal: SampleJournal,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     modes = modes_of(target, draft, plan.trees, plan.batch, options.get("rule", "coupled"))
@@ -156,7 +156,7 @@ def _phases(
 
 
 def _sweep(
-    plan: Plan, target: Target, draft: Draft, prompts: Sequence[Sequence[int]], options: dict[str, Any], journal: Journal
+    plan: Plan, target: Target, draft: Draft, prompts: Sequence[Sequence[int]], options: dict[str, Any], journal: SampleJournal
 ) -> list[Throughput]:
     """Every row runs to its full length, so that a batch stays as wide as it is called."""
     units = {batch: f"throughput, batch {batch}" for batch in plan.batches}
@@ -178,7 +178,7 @@ def _sweep(
 class _Bar:
     """A progress bar in answers, on a terminal only; what passes it is kept in the journal."""
 
-    def __init__(self, title: str, answers: int, journal: Journal, unit: str):
+    def __init__(self, title: str, answers: int, journal: SampleJournal, unit: str):
         self._bar = tqdm(total=answers, desc=title, unit="answer", dynamic_ncols=True, disable=None)
         self._journal, self._unit = journal, unit
 

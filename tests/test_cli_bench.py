@@ -140,7 +140,7 @@ def test_everything_at_once_and_resumed(base, folder: Path, tmp_path: Path, caps
     assert "tokens a burst" in first
     memory = {m["mode"]: m["memory_bytes"] for m in written["results"][0]["modes"]}
     assert memory["chain:2"] > memory["plain"] > 0
-    assert not list(tmp_path.glob("*.journal"))
+    assert not list(tmp_path.glob("*.journal*"))
 
     # Interrupted in the sweep: what was measured is taken over, and nothing is decoded twice.
     def interrupted(*_: object) -> None:
@@ -149,9 +149,9 @@ def test_everything_at_once_and_resumed(base, folder: Path, tmp_path: Path, caps
     with monkeypatch.context() as patch:
         patch.setattr("eagle3_jax.bench_run._phases", interrupted)
         assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases") == 130
-    assert len((tmp_path / "all.json.journal").read_text().splitlines()) == 1 + 4
+    assert len((tmp_path / "all.json.journal.part").read_text().splitlines()) == 1 + 4
     assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases", "--resume", "--batch", "2") == 2
-    assert "other arguments (batch)" in capsys.readouterr().err
+    assert "another run; batch: there 1, now 2" in capsys.readouterr().err
     monkeypatch.setattr("eagle3_jax.benchmark._timed", lambda *_: pytest.fail("decoded again"))
     assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases", "--resume") == 0
     again = json.loads(out.read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ from command_scripts import ROOT, load_script, run_script, save_word_tokenizer
 from eagle3_jax import regenerate as module
 from eagle3_jax.data import DataError, Report, encode_all, parse_record, read_records
 from eagle3_jax.generate import generate
+from eagle3_jax.journal import JournalError
 from eagle3_jax.regenerate import Source, regenerate, seed_of
 from eagle3_jax.serve import Server
 from eagle3_jax.tokenizer import chat_ids, load_tokenizer
@@ -188,12 +189,12 @@ def test_another_run_is_not_mixed_in(run, tmp_path):
 
     with pytest.raises(Stopped):
         run(say=stop)
-    with pytest.raises(DataError, match="continue it with --resume"):
+    with pytest.raises(JournalError, match="continue it with --resume"):
         run()
-    with pytest.raises(DataError, match=r"seed: there 5, now 6"):
+    with pytest.raises(JournalError, match=r"seed: there 5, now 6"):
         run(resume=True, seed=6)
     (tmp_path / "source.jsonl").write_text(json.dumps(RECORDS[0]))
-    with pytest.raises(DataError, match=r"name: there '[0-9a-f]{64}', now"):
+    with pytest.raises(JournalError, match=r"name: there '[0-9a-f]{64}', now"):
         run(resume=True)
 
 
