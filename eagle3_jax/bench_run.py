@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from eagle3_jax import bench_figures, tables
 from eagle3_jax.benchmark import PLAIN, Benchmark, Programs, Sample, benchmark, modes_of
-from eagle3_jax.commands import write_json
 from eagle3_jax.drafting import Draft
 from eagle3_jax.latency import Bursts, bursts
 from eagle3_jax.phases import Phases, phases
@@ -20,6 +19,7 @@ from eagle3_jax.sample_journal import SampleJournal
 from eagle3_jax.target import Target
 from eagle3_jax.throughput import PAPER_CHAINS, Throughput, sweep
 from eagle3_jax.tree import Chain, Tree
+from eagle3_jax.whole_file import write_json
 
 
 @dataclasses.dataclass(frozen=True)

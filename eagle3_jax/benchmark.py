@@ -333,7 +333,7 @@ def _summary(
     assert tree != "auto"
     counts, intervals = Acceptance((), ()), []
     if tree is not None:
-        depth = tree.length if isinstance(tree, Chain) else tree.depth
+        depth = tree.tree.depth
         counts = add_acceptance([acceptance(sample.output, depth) for sample in samples])
         intervals = n_alpha_intervals([sample.output for sample in samples], depth, confidence)
     lengths = [row for sample in samples for row in sample.accept_lengths]

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -257,21 +256,6 @@ def status(text: str) -> Iterator[None]:
     finally:
         if shown:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-
-
-def write_json(path: str | Path, value: Any) -> None:
-    """Writes JSON whole or not at all."""
-    target = Path(path)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}-", delete=False) as part:
-        try:
-            json.dump(value, part, indent=1, ensure_ascii=False, allow_nan=False)
-            part.write("\n")
-            part.close()
-            os.chmod(part.name, 0o644)
-            os.replace(part.name, target)
-        except BaseException:
-            os.unlink(part.name)
-            raise
 
 
 def check_writable(path: str | Path, suffix: str) -> None:

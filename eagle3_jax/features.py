@@ -26,6 +26,7 @@ import numpy as np
 from eagle3_jax import target as target_model
 from eagle3_jax.data.packing import TokenExample
 from eagle3_jax.params import named_variables
+from eagle3_jax.whole_file import write_json
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -222,7 +223,7 @@ def write_cache(
         ranges = [tuple(r) for r in manifest["shards"]]
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(folder / _MANIFEST, {"identity": wanted, "shards": ranges})
+        write_json(folder / _MANIFEST, {"identity": wanted, "shards": ranges})
     say(f"feature cache {folder}: {selection.report()}; {byte_budget(target, taps, selection) / 2**30:.2f} GiB in {len(ranges)} shards")
     for number, (begin, end) in enumerate(ranges):
         final = folder / _shard_name(number)
@@ -339,9 +340,3 @@ def _shard_ranges(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, 
 
 def _shard_name(number: int) -> str:
     return f"shard-{number:05d}"
-
-
-def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1))
-    os.replace(temporary, path)

@@ -295,7 +295,7 @@ def _tree(tree: TreeChoice, target: Target, draft: Draft | None, batch: int, rul
     chosen = auto.resolve(target, draft, tree, batch, chains_only=rule == "rejection")
     if chosen is None:
         return None
-    shape = chosen.tree if isinstance(chosen, Chain) else chosen
+    shape = chosen.tree
     candidates = draft.target_ids.shape[0]
     if shape.width > candidates:
         raise ValueError(f"tree: width {shape.width} exceeds the draft vocabulary of {candidates}")

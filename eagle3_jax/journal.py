@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.whole_file import whole_file
+
 
 class JournalError(ValueError):
     """A journal that cannot be used or written; the message names the file and what to do."""
@@ -84,20 +86,15 @@ class Journal:
 
     def finish(self, values: Iterable[Any]) -> None:
         """Writes FILE, one value per line (compressed when its name ends in .gz), and removes FILE.part."""
-        temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as raw:
-                # No name and no time inside: the same values give the same bytes.
-                out = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if self.file.suffix == ".gz" else raw
-                for value in values:
-                    out.write(_line(value))
-                if out is not raw:
-                    out.close()
-                raw.flush()
-                os.fsync(raw.fileno())
-            os.replace(temporary, self.file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(self.file) as whole, whole.open("wb") as raw:
+            # No name and no time inside: the same values give the same bytes.
+            out = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if self.file.suffix == ".gz" else raw
+            for value in values:
+                out.write(_line(value))
+            if out is not raw:
+                out.close()
+            raw.flush()
+            os.fsync(raw.fileno())
         _sync_folder(self.file.parent)
         self.part.unlink()
         self.close()
@@ -113,15 +110,10 @@ class Journal:
 
     def _create(self, about: dict[str, Any]) -> None:
         """FILE.part appears with its first line complete."""
-        temporary = self.part.with_name(f".{self.part.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as out:
-                out.write(_line({"about": about}))
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, self.part)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(self.part) as whole, whole.open("wb") as out:
+            out.write(_line({"about": about}))
+            out.flush()
+            os.fsync(out.fileno())
         _sync_folder(self.part.parent)
 
     def _read(self, about: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def phases(
     whole: its measured time, as in `ModeResult.cycle_seconds`. slots: of the caches, half of them filled.
     """
     slots = bucket(slots, 64)
-    shape = tree.tree if isinstance(tree, Chain) else tree
+    shape = None if tree is None else tree.tree
     nodes = 1 if shape is None else shape.nodes
     path = 1 if shape is None else shape.depth + 1
     taps = draft.taps if draft is not None and shape is not None else ()

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from eagle3_jax.costs import Costs
 from eagle3_jax.processor import processor_name
 from eagle3_jax.survival import Survival
 from eagle3_jax.weights.builtin import cache_folder
+from eagle3_jax.whole_file import write_json
 
 FORMAT = "eagle3_jax plan 1"
 
@@ -103,14 +103,7 @@ def save(key: dict[str, Any], stored: Stored, summary: dict[str, Any]) -> Path:
         "costs": stored.costs.to_json(),
         "survival": None if stored.survival is None else stored.survival.to_json(),
     }
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".plan-", delete=False) as part:
-        try:
-            json.dump(value, part, indent=1)
-            part.close()
-            os.replace(part.name, path)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    write_json(path, value)
     return path
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle3_jax.evaluate import Interval
+from eagle3_jax.whole_file import whole_file
 
 COLOURS = ("#1b7f3b", "#c46a00", "#2b5fa8", "#9b2d5c", "#5b5f66", "#7a5cc2", "#0f8a94", "#a08300")
 MARKS = "osD^vPXh"
@@ -32,13 +32,10 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **l
 
 def save_png(figure: Any, path: str | os.PathLike[str]) -> Path:
     """Writes the figure under a temporary name, then renames it. Raises OSError for a path that cannot be written."""
-    target = Path(path)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".png-") as folder, warnings.catch_warnings():
+    with whole_file(Path(path)) as part, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as an empty box
-        part = Path(folder) / target.name
         figure.savefig(part, format="png")
-        os.replace(part, target)
-    return target
+    return Path(path)
 
 
 def tidy(axis: Any, title: str = "", xlabel: str = "", ylabel: str = "") -> None:

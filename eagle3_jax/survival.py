@@ -73,7 +73,7 @@ class Survival:
             raise ValueError(f"{where}: needs cycles >= 1 and counts for at least one tree")
         for name, counts in stood.items():
             shape = parse_tree(name)
-            depth = shape.length if isinstance(shape, Chain) else shape.depth if isinstance(shape, Tree) else 0
+            depth = shape.tree.depth if isinstance(shape, (Chain, Tree)) else 0
             falling = all(isinstance(c, int) and a >= c >= 0 for a, c in itertools.pairwise([cycles, *counts]))
             if len(counts) != depth or not falling:
                 raise ValueError(f"{where}: the counts of {name!r} must be {depth} whole numbers that never grow, from {cycles} down")

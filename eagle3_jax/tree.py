@@ -39,6 +39,11 @@ class Tree:
             )
 
     @property
+    def tree(self) -> Tree:
+        """Itself, as `Chain.tree` is the chain's."""
+        return self
+
+    @property
     def pool_size(self) -> int:
         """Scored candidates of one growth."""
         return self.width + (self.depth - 1) * self.width**2
@@ -66,6 +71,7 @@ class Chain:
 
     @property
     def tree(self) -> Tree:
+        """The tree that it is."""
         return Tree(nodes=self.length + 1, depth=self.length, width=1)
 
 

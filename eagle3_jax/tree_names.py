@@ -29,7 +29,7 @@ def tree_name(tree: Chain | Tree | None) -> str:
     """The text that `parse_tree` reads back; a tree of width 1 that is a chain is called one; None is "plain", no drafting."""
     if tree is None:
         return "plain"
-    shape = tree.tree if isinstance(tree, Chain) else tree
+    shape = tree.tree
     if shape == Chain(shape.depth).tree:
         return f"chain:{shape.depth}"
     return f"tree:{shape.nodes},{shape.depth},{shape.width}"

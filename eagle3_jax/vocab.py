@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+from eagle3_jax.whole_file import whole_file
 
 
 class Labelled(Protocol):
@@ -83,13 +84,9 @@ def save_vocab(path: str | Path, vocab: DraftVocab) -> None:
     """Writes a JSON file: {"vocab_size", "coverage", "seen", "target_ids"}; absolute ids, never offsets. Complete or absent."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fields = {"vocab_size": vocab.vocab_size, "coverage": vocab.coverage, "seen": vocab.seen, "target_ids": vocab.target_ids.tolist()}
-    try:
-        temporary.write_text(json.dumps(fields), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as part:
+        part.write_text(json.dumps(fields), encoding="utf-8")
 
 
 def load_vocab(path: str | Path) -> DraftVocab:

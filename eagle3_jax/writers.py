@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from eagle3_jax.whole_file import whole_file
 
 
 class Writer(Protocol):
@@ -67,9 +68,8 @@ def _cut(path: Path, step: int) -> None:
             continue
         if record.get("step", 0) <= step:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(path) as part:
+        part.write_text("".join(kept), encoding="utf-8")
 
 
 class TensorBoard:

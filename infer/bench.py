@@ -172,7 +172,7 @@ def plan_pod(args: argparse.Namespace) -> None:
     for number, tree in enumerate(args.trees if draft is not None else [None]):
         if draft is not None and not isinstance(tree, (Chain, Tree)):
             raise ValueError("--trees: name the trees to plan for, such as chain:3 tree:60,8,10")
-        shape = tree.tree if isinstance(tree, Chain) else tree
+        shape = None if tree is None else tree.tree
         name = f"{'plain' if shape is None else tree_name(tree)}, batch {args.batch}, context {args.context}"
         sampled = any(heat > 0 for heat in args.temperature)
         plans.append(decoding_plan(target, draft, shape, args.batch, args.context, mesh, chip, sampled, name))

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.batches import BatchSource
-from eagle3_jax.commands import write_json
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.drafting import Draft
@@ -29,6 +28,7 @@ from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.tree import Chain
 from eagle3_jax.ttt import Recipe, recipe
 from eagle3_jax.weights import load_draft, save_head
+from eagle3_jax.whole_file import write_json
 from eagle3_jax.writers import JsonLines
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from eagle3_jax.target import Target
 from eagle3_jax.train import TrainJob, cache_features, select_examples
 from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.weights import load_target
+from eagle3_jax.whole_file import whole_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +124,8 @@ def own_text(target: Target, setting: Setting, folder: Path) -> np.ndarray:
         out = generate(target, None, [[bos]] * 64, made[1] - 1, temperature=setting.story_heat, seed=seeds, eos_token_ids=[])
         rows.extend([bos, *tokens] for tokens in out.tokens)
     text = np.asarray(rows[: setting.stories], np.int32)
-    part = file.with_suffix(".part.npy")
-    np.save(part, text)
-    os.replace(part, file)
+    with whole_file(file) as part:
+        np.save(part, text)
     return text
 
 

@@ -28,7 +28,6 @@ from eagle3_jax.decode import run
 from eagle3_jax.generate import prepare, read
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import chat_ids
-from eagle3_jax.tree import Tree
 from eagle3_jax.tree_names import parse_tree
 
 QUESTION = "Explain in a few paragraphs how a mechanical clock keeps time."
@@ -61,8 +60,8 @@ def main() -> None:
     bare: dict[str, Callable[[], Any]] = {"target x1": partial(target_passes(target, 1, 1, draft.taps, SLOTS), PASSES)}
     plans: dict[str, list[str]] = {"plain": ["target x1"]}
     for name, shape in shapes.items():
-        tree = shape.tree if isinstance(shape, e3.Chain) else shape
-        assert isinstance(tree, Tree)
+        assert isinstance(shape, (e3.Chain, e3.Tree))
+        tree = shape.tree
         passes = {
             f"target x{tree.nodes}": target_passes(target, tree.nodes, 1, draft.taps, SLOTS),
             f"extend x{tree.depth + 1}": extend_passes(target, draft, tree.depth + 1, 1, SLOTS),
