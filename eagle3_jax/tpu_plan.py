@@ -201,14 +201,11 @@ def plan_table(plans: Sequence[Plan]) -> str:
     ]
     for plan in plans:
         mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1) or "one device"
-        devices = 1
-        for size in plan.mesh.values():
-            devices *= size
         ratio = f"{plan.flops / plan.paper_flops:.2f}x" if plan.paper_flops else ""
         moved = ", ".join(f"{kind} {t.count} ({_size(t.bytes)})" for kind, t in sorted(plan.collectives.items())) or "none"
         room = "yes" if plan.fits else "tight" if plan.memory <= plan.chip.memory else "NO"
         memory = f"{plan.memory / GIB:.2f}: {plan.arguments / GIB:.2f} + {plan.temporaries / GIB:.2f}"
-        flops = f"{plan.flops / devices / 1e12:.4g}"
+        flops = f"{plan.flops / math.prod(plan.mesh.values()) / 1e12:.4g}"
         lines.append(f"| {plan.name} | {mesh} | {memory} | {plan.chip.memory // GIB} | {room} | {flops} | {ratio} | {moved} |")
     return "\n".join(lines)
 
