@@ -85,8 +85,13 @@ def select(examples: Sequence[TokenExample], max_tokens: int) -> Selection:
 
 
 def fingerprint(target: target_model.Target) -> str:
-    """SHA-256 over the target's configuration and every parameter's bytes."""
-    digest = hashlib.sha256(repr(target.config).encode())
+    """SHA-256 over the target's configuration, as far as it is not the default, and every parameter's bytes.
+
+    What later versions add to the configuration, and leave at its default, makes no cache useless.
+    """
+    config = target.config
+    unusual = {field.name: value for field in dataclasses.fields(config) if (value := getattr(config, field.name)) != field.default}
+    digest = hashlib.sha256(repr(unusual).encode())
     for name, variable in named_variables(target):
         value = np.asarray(variable.get_value())
         digest.update(f"{name} {value.dtype} {value.shape}".encode())

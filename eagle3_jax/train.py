@@ -38,11 +38,13 @@ from eagle3_jax.trainer import TrainConfig
 from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import tree_name
 from eagle3_jax.ttt import Frozen
-from eagle3_jax.weights import load_target, save_head
+from eagle3_jax.weights import load_draft, load_target, save_head
 from eagle3_jax.writers import JsonLines, TensorBoard, WeightsAndBiases, Writer
 
 STARTS = ("random", "target-head")
-"""What a head may begin as."""
+"""What a head may begin as, beside an existing head."""
+DRAFT_VOCAB = 8192
+"""U of a new head, where nothing else is asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +52,11 @@ class TrainJob:
     """Where a run reads and writes, and what it does around the training proper.
 
     target: folder, hub id, .gguf file or built-in name. data: prepared data (a folder) or conversations (a file). out: folder of the run:
-    `features`, `held_out`, `checkpoints`, `log.jsonl`, and `head`, the result. draft_vocab: U. taps: entering-block ids, None: the
-    default. max_tokens: longer examples are cut. hold_out: the last so many usable examples are never trained on. limit: examples read.
-    start: "random", or "target-head": output head and last norm begin as the target's kept rows and norm, all else random.
+    `features`, `held_out`, `checkpoints`, `log.jsonl`, and `head`, the result. draft_vocab: U, None: `DRAFT_VOCAB`. taps: entering-block
+    ids, None: the default; an existing head brings its own of both. max_tokens: longer examples are cut. hold_out: the last so many
+    usable examples are never trained on. limit: examples read.
+    start: "random"; "target-head": output head and last norm begin as the target's kept rows and norm, all else random; or the folder, hub
+    id or built-in name of an existing head, which is trained further.
     decode_every: updates between decodes of the first `decode_prompts` held-out prompts, `decode_tokens` tokens each, drafted as
     `decode_tree` says; the head of the best acceptance length is the result. 0: never. tensorboard: event files in `out`/tensorboard.
     wandb: project of Weights & Biases to report to.
@@ -61,7 +65,7 @@ class TrainJob:
     target: str
     data: str
     out: str
-    draft_vocab: int = 8192
+    draft_vocab: int | None = None
     taps: tuple[int, ...] | None = None
     max_tokens: int = 640
     hold_out: int = 64
@@ -79,8 +83,8 @@ class TrainJob:
     wandb: str | None = None
 
     def __post_init__(self) -> None:
-        if self.start not in STARTS:
-            raise ValueError(f"start {self.start!r} is unknown (known: {', '.join(STARTS)})")
+        if self.start not in STARTS and (self.draft_vocab or self.taps):
+            raise ValueError(f"start {self.start}: an existing head brings its draft vocabulary and taps along; leave both unset")
         if self.decode_every and not self.hold_out:
             raise ValueError("decoding held-out prompts needs some: hold_out is 0")
 
@@ -101,14 +105,11 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     # Where it is to be dealt out over devices, no single one may have to hold it first.
     with contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0]):
         target = load_target(job.target, dtype=config.compute)
-    draft_config = DraftConfig.for_target(target.config, job.draft_vocab, job.taps)
+        # float32 whatever the target's type: these are the weights that learn.
+        given = None if job.start in STARTS else load_draft(job.start, target)
     training, held_out = select_examples(job, config)
-    kept = draft_vocabulary(training, target.config.vocab_size, job.draft_vocab)
-    draft, frozen = fresh_draft(draft_config, kept, config.seed), frozen_tables(target, kept)
-    if job.start == "target-head":
-        start_from_target(draft, target, frozen)
-    elif not config.recipe.train_head:
-        take_head(draft, frozen)
+    draft, frozen = beginning(job, config, target, training, given)
+    draft_config, kept = draft.config, np.asarray(draft.d2t[...])
     features = identity(target, draft_config.taps, training, job.max_tokens)
     alone = jax.process_count() == 1
     if alone or config.online:
@@ -233,6 +234,27 @@ def select_examples(job: TrainJob, config: TrainConfig) -> tuple[Selection, Sele
     cut = len(usable) - job.hold_out
     shuffled = [usable[int(i)] for i in order(config.seed, 0, cut)]
     return dataclasses.replace(everything, examples=shuffled), Selection(usable[cut:], 0, 0)
+
+
+def beginning(
+    job: TrainJob, config: TrainConfig, target: Target, training: Selection, given: Eagle3Draft | None
+) -> tuple[Eagle3Draft, Frozen]:
+    """The draft before the first update, and what belongs to its vocabulary. given: the head that `job.start` names."""
+    size = target.config.vocab_size
+    if given is not None:
+        kept = np.asarray(given.d2t[...])
+        counts = vocab.count_tokens((_Labelled(*example) for example in training.examples), size)
+        print(f"draft vocabulary of {job.start}: {vocab.coverage(counts, kept):.2%} of the response tokens", flush=True)
+        draft, frozen = given, frozen_tables(target, kept)
+    else:
+        kept = draft_vocabulary(training, size, job.draft_vocab or DRAFT_VOCAB)
+        draft = fresh_draft(DraftConfig.for_target(target.config, len(kept), job.taps), kept, config.seed)
+        frozen = frozen_tables(target, kept)
+        if job.start == "target-head":
+            start_from_target(draft, target, frozen)
+    if not config.recipe.train_head:
+        take_head(draft, frozen)
+    return draft, frozen
 
 
 def draft_vocabulary(training: Selection, vocab_size: int, size: int) -> np.ndarray:

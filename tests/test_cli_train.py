@@ -135,6 +135,24 @@ def test_a_head_that_is_not_trained_is_the_targets(target: Path, conversations: 
     np.testing.assert_allclose(head.head[...], np.asarray(model.head[...])[:, np.asarray(head.d2t[...])], rtol=2**-7)
 
 
+@pytest.mark.slow
+def test_a_head_trained_further(target: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    common, rest = ("--target", str(target), "--data", str(conversations)), [*SMALL[2:], *STEPS]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run_script(SCRIPT, *common, "--out", str(first), "--draft-vocab", "48", *rest) == 0
+    assert run_script(SCRIPT, *common, "--out", str(second), "--start", str(first / "head"), *rest, "--peak-lr", "1e-12") == 0
+    said = capsys.readouterr().out
+    assert f"draft vocabulary of {first / 'head'}" in said
+    model = load_target(target)
+    once, twice = (load_draft(out / "head", model) for out in (first, second))
+    # At a rate far below a bfloat16 step it comes out as it went in.
+    for name in ("fc", "q", "head", "norm", "d2t"):
+        np.testing.assert_array_equal(getattr(twice, name)[...], getattr(once, name)[...])
+    moved = tmp_path / "moved"
+    assert run_script(SCRIPT, *common, "--out", str(moved), "--start", str(first / "head"), *rest, "--peak-lr", "1e-2") == 0
+    assert np.abs(load_draft(moved / "head", model).fc[...] - once.fc[...]).max() > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -143,6 +161,7 @@ def test_a_head_that_is_not_trained_is_the_targets(target: Path, conversations: 
         (("--row-slots", "65"), "row_slots 65 exceeds row_tokens 64"),
         (("--recipe", "specfrog"), "specfrog"),
         (("--decode-every", "2", "--hold-out", "0"), "hold_out is 0"),
+        (("--start", "some/head"), "start some/head: an existing head brings its draft vocabulary and taps along"),
     ],
 )
 def test_mistakes(changes, message, target: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

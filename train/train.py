@@ -17,7 +17,7 @@ from eagle3_jax.losses import ROW_LOSSES
 from eagle3_jax.shapes import SHAPES, target_shape
 from eagle3_jax.sharding import make_mesh, named_mesh, parse_mesh, row_shards
 from eagle3_jax.topology import topology_devices
-from eagle3_jax.train import STARTS, TrainJob, train
+from eagle3_jax.train import DRAFT_VOCAB, STARTS, TrainJob, train
 from eagle3_jax.trainer import COMPUTE_TYPES, OPTIMIZERS, SCHEDULES, TrainConfig
 from eagle3_jax.tree_names import SYNTAX
 from eagle3_jax.ttt import RECIPES, recipe
@@ -26,6 +26,7 @@ PROG = "eagle3-train"
 EXAMPLES = """examples:
   eagle3-train --target smollm2-135m --data responses.jsonl.gz --out run --steps 1500
   eagle3-train --target smollm2-135m --data responses.jsonl.gz --out run --steps 1500 --resume
+  eagle3-train --target smollm2-135m --data more.jsonl.gz --out run2 --start run/head --peak-lr 1e-3
   eagle3-train --target ./Llama-3.1-8B-Instruct --data prepared --out run --draft-vocab 32000 --row-tokens 2048 --row-slots 1536 \\
       --max-tokens 2048 --recipe official --peak-lr 5e-5 --clip 0.5
   eagle3-train --target ./Llama-3.1-8B-Instruct --data prepared --out run --online --mesh fsdp=16 --distributed
@@ -41,7 +42,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     job.add_argument("--out", help="folder of the run: features, checkpoints, log.jsonl, and the result in head/")
     job.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     job.add_argument(
-        "--draft-vocab", type=positive, default=TrainJob.draft_vocab, help="tokens the head can propose, the most frequent of the answers"
+        "--draft-vocab",
+        type=positive,
+        help=f"tokens the head can propose, the most frequent of the answers; unset: {DRAFT_VOCAB}, or --start's",
     )
     job.add_argument(
         "--taps", type=int, nargs="+", help="target blocks whose input the head reads, counted from 0; unset: 2, middle, last but two"
@@ -50,9 +53,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     job.add_argument("--hold-out", type=int, default=TrainJob.hold_out, help="examples at the end of the data kept for measuring; 0: none")
     job.add_argument(
         "--start",
-        choices=STARTS,
+        metavar=f"{{{','.join(STARTS)},HEAD}}",
         default=TrainJob.start,
-        help="target-head: output head and last norm begin as the target's",
+        help="target-head: output head and last norm begin as the target's; HEAD: train an existing head further (folder, hub id, or "
+        "built-in name)",
     )
     job.add_argument("--limit", type=positive, help="examples to use; unset: all")
     recipes = parser.add_argument_group("recipe")
@@ -182,7 +186,7 @@ def plan(args: argparse.Namespace) -> None:
     from eagle3_jax.tpu_plan import plan_table, training_plan, training_shape
 
     target = target_shape(args.target or "llama-3.1-8b")
-    draft = DraftConfig.for_target(target, args.draft_vocab, tuple(args.taps) if args.taps else None)
+    draft = DraftConfig.for_target(target, args.draft_vocab or DRAFT_VOCAB, tuple(args.taps) if args.taps else None)
     devices, chip = topology_devices(args.plan, args.libtpu)
     mesh = named_mesh(parse_mesh(args.mesh) if args.mesh else training_shape(len(devices)), devices)
     config = train_config(args, row_shards(mesh), "bfloat16")
