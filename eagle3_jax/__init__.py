@@ -21,16 +21,16 @@ One letter per dimension everywhere, in array names (`q_BTNH`), annotations and 
     L  target blocks                     X  axes folded for one product
 """
 
-from eagle3_jax.generate import NonFiniteLogitsError, Output, generate
+from eagle3_jax.decoding.generate import NonFiniteLogitsError, Output, generate
+from eagle3_jax.decoding.session import Session
+from eagle3_jax.decoding.stream import Event, Stream, stream
+from eagle3_jax.decoding.warmup import warmup
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.quantize import quantize_int8
 from eagle3_jax.scripted import ScriptedDraft
-from eagle3_jax.session import Session
 from eagle3_jax.sharding import make_mesh
-from eagle3_jax.stream import Event, Stream, stream
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.tree import Chain, Tree
-from eagle3_jax.warmup import warmup
 from eagle3_jax.weights import load_draft, load_target
 
 __all__ = [

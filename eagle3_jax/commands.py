@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
+from eagle3_jax.decoding.generate import NonFiniteLogitsError
 from eagle3_jax.drafting import Draft
-from eagle3_jax.generate import NonFiniteLogitsError
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.processor import processor_name
 from eagle3_jax.prompts import Prompt, PromptError, encode_prompt
@@ -28,9 +28,10 @@ from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.tree import TreeChoice
 from eagle3_jax.tree_names import SYNTAX, parse_tree
+from eagle3_jax.user_cache import cache_folder
 from eagle3_jax.verify import RULES
 from eagle3_jax.weights import load_draft, load_target
-from eagle3_jax.weights.builtin import BUILTIN_MODELS, cache_folder
+from eagle3_jax.weights.builtin import BUILTIN_MODELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

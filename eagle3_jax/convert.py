@@ -10,19 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax import tables
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.diagnose import Diagnosis
 from eagle3_jax.draft import Eagle3Draft, reread
-from eagle3_jax.model_card import model_card
-from eagle3_jax.survival import FILE
 from eagle3_jax.target import Target
+from eagle3_jax.terminal import table
 from eagle3_jax.tokenizer import TokenizerError, load_tokenizer
+from eagle3_jax.tuning.survival import FILE
 from eagle3_jax.weights.builtin import BUILTIN_MODELS, builtin_file, builtin_head
 from eagle3_jax.weights.heads import HeadFiles, load_head, save_head
 from eagle3_jax.weights.inspection import Inspection, is_head, stand_in, stored_dtype
 from eagle3_jax.weights.inspection import inspect as inspect_path
 from eagle3_jax.weights.load import OTHERWISE, PATTERNS, load_target
+from eagle3_jax.weights.model_card import model_card
 from eagle3_jax.weights.save_target import save_target
 from eagle3_jax.weights.source import locate
 from eagle3_jax.weights.table import WeightsError
@@ -148,7 +148,7 @@ def diagnosis_text(found: Diagnosis) -> str:
     real = ", ".join("-" if x is None else f"{x:.2f}" for x in found.per_position)
     return "\n".join(
         [
-            tables.table(rows),
+            table(rows),
             "",
             f"Decoding with the head as it was read: {found.decoded:.2f} tokens per cycle, {found.tokens} tokens; drafts 1 to {steps} "
             f"stand with chance {real}. The table scores all {found.readings[0].slots} positions of those answers, not only cycle starts.",

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import target as target_model
+from eagle3_jax.bench.evaluate import acceptance
 from eagle3_jax.config import DraftConfig, RopeConfig
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.draft import Eagle3Draft, reread, table
-from eagle3_jax.evaluate import acceptance
-from eagle3_jax.generate import generate
 from eagle3_jax.target import Target
-from eagle3_jax.trainer import Fixed, eval_step, split
+from eagle3_jax.training.trainer import Fixed, eval_step, split
+from eagle3_jax.training.ttt import Batch, Frozen, recipe, scored
 from eagle3_jax.tree import Chain
-from eagle3_jax.ttt import Batch, Frozen, recipe, scored
 
 DEAD, WEAK = 1.05, 1.3
 """Acceptance lengths below which a head does nothing, or next to nothing."""

@@ -21,8 +21,8 @@ import numpy as np
 from eagle3_jax.data.conversations import ConversationError, questions
 from eagle3_jax.data.parallel import ordered_map
 from eagle3_jax.data.sources import DataError, preset_format, read_records
+from eagle3_jax.decoding.serve import BROKEN, Answer, Job, Server
 from eagle3_jax.journal import Journal
-from eagle3_jax.serve import BROKEN, Answer, Job, Server
 from eagle3_jax.tokenizer import chat_ids
 
 if TYPE_CHECKING:

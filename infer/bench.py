@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.bench_run import Plan, run_plan
+from eagle3_jax.bench.plan_run import tune
+from eagle3_jax.bench.prompt_sets import PAPER_SETS, read_sets
+from eagle3_jax.bench.run import Plan, run_plan
 from eagle3_jax.commands import (
     TREE_HELP,
     Formatter,
@@ -27,13 +29,11 @@ from eagle3_jax.commands import (
     use_compilation_cache,
 )
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.prompt_sets import PAPER_SETS, read_sets
+from eagle3_jax.pods.topology import topology_devices
 from eagle3_jax.shapes import SHAPES, target_shape
 from eagle3_jax.sharding import named_mesh, parse_mesh
-from eagle3_jax.topology import topology_devices
 from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import tree_name
-from eagle3_jax.tuning import tune
 
 PROG = "eagle3-bench"
 HERE = "this machine"
@@ -161,7 +161,7 @@ def say(text: str) -> None:
 
 def plan_pod(args: argparse.Namespace) -> None:
     """The table of every tree's cycle on the topology, a line as soon as it is known."""
-    from eagle3_jax.tpu_plan import decoding_plan, decoding_shape, plan_table
+    from eagle3_jax.pods.tpu_plan import decoding_plan, decoding_shape, plan_table
 
     target = target_shape(args.target)
     draft = None if args.draft == "none" else DraftConfig.for_target(target, args.draft_vocab)

@@ -24,10 +24,10 @@ from eagle3_jax.commands import (
     use_compilation_cache,
 )
 from eagle3_jax.compile_clock import CompileClock
-from eagle3_jax.conversation import Conversation
-from eagle3_jax.live import show
+from eagle3_jax.decoding.conversation import Conversation
+from eagle3_jax.decoding.live import show
+from eagle3_jax.decoding.segments import CYCLES
 from eagle3_jax.prompts import PromptError
-from eagle3_jax.segments import CYCLES
 
 PROG = "eagle3-chat"
 EXAMPLES = """examples:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax import show, tables
-from eagle3_jax.auto import best_tree, observe, resolve
-from eagle3_jax.benchmark import PLAIN, Programs, benchmark
+from eagle3_jax import terminal
+from eagle3_jax.bench import show, tables
+from eagle3_jax.bench.benchmark import PLAIN, Programs, benchmark
 from eagle3_jax.commands import (
     TREE_HELP,
     Formatter,
@@ -34,11 +34,12 @@ from eagle3_jax.commands import (
     use_compilation_cache,
 )
 from eagle3_jax.compile_clock import CompileClock
-from eagle3_jax.generate import Output, prepare, read
-from eagle3_jax.live import show as show_stream
+from eagle3_jax.decoding.auto import best_tree, observe, resolve
+from eagle3_jax.decoding.generate import Output, prepare, read
+from eagle3_jax.decoding.live import show as show_stream
+from eagle3_jax.decoding.segments import CYCLES
+from eagle3_jax.decoding.stream import stream
 from eagle3_jax.prompts import Prompt, PromptError, read_prompts
-from eagle3_jax.segments import CYCLES
-from eagle3_jax.stream import stream
 from eagle3_jax.tree import TreeChoice
 from eagle3_jax.tree_names import tree_name
 
@@ -219,8 +220,8 @@ def summary(output: Output, mode: str, seconds: float, compiled: float) -> str:
     ended = " and ".join(ends[reason] for reason in dict.fromkeys(output.finish_reasons))
     tau = "" if mode == PLAIN else f", acceptance length {output.tau:.2f}"
     return (
-        f"[{mode}: {count} tokens in {tables.duration(seconds)} ({count / seconds:.1f} tokens/s){tau}; "
-        f"ended at {ended}; compiling took {tables.duration(compiled)} more]"
+        f"[{mode}: {count} tokens in {terminal.duration(seconds)} ({count / seconds:.1f} tokens/s){tau}; "
+        f"ended at {ended}; compiling took {terminal.duration(compiled)} more]"
     )
 
 
@@ -283,7 +284,7 @@ def both_texts(models: Models, plain: Sequence[int], fast: Sequence[int], mode: 
     """Beside each other on a terminal, below each other in a pipe."""
     a, b = models.text(plain), models.text(fast)
     if sys.stdout.isatty():
-        return tables.side_by_side(a, b, ("plain", f"speculative ({mode})"), min(shutil.get_terminal_size().columns, 160))
+        return terminal.side_by_side(a, b, ("plain", f"speculative ({mode})"), min(shutil.get_terminal_size().columns, 160))
     return f"plain:\n{a}\n\nspeculative ({mode}):\n{b}"
 
 

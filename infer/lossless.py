@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from eagle3_jax.bench.lossless import TIE, Case, Report, sweep
 from eagle3_jax.commands import (
     BROKEN,
     Formatter,
@@ -29,7 +30,6 @@ from eagle3_jax.commands import (
     tree_argument,
     use_compilation_cache,
 )
-from eagle3_jax.lossless import TIE, Case, Report, sweep
 from eagle3_jax.prompts import read_prompts
 from eagle3_jax.sharding import named_mesh, parse_mesh
 from eagle3_jax.tree_names import SYNTAX

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from training_set import tiny_cache, tiny_draft, tiny_frozen, tiny_target
 
-from eagle3_jax.batches import BatchSource
-from eagle3_jax.checkpoint import Checkpoints
-from eagle3_jax.features import open_cache
-from eagle3_jax.fit import fit
 from eagle3_jax.params import named_variables
-from eagle3_jax.reporting import Reporter
-from eagle3_jax.trainer import TrainConfig
-from eagle3_jax.ttt import recipe
-from eagle3_jax.writers import JsonLines
+from eagle3_jax.training.batches import BatchSource
+from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.features import open_cache
+from eagle3_jax.training.fit import fit
+from eagle3_jax.training.reporting import Reporter
+from eagle3_jax.training.trainer import TrainConfig
+from eagle3_jax.training.ttt import recipe
+from eagle3_jax.training.writers import JsonLines
 
 STEPS = 60
 CONFIG = TrainConfig(recipe=recipe("aligned", steps=2), steps=STEPS, rows=1, row_tokens=32, row_slots=30, warmup=2, accumulate=2)

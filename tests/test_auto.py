@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, tiny_draft, tiny_target
 
-from eagle3_jax import auto, plan_store
-from eagle3_jax.costs import Costs, at_width, measure
-from eagle3_jax.generate import generate
+from eagle3_jax.bench.replay import replay
+from eagle3_jax.decoding import auto
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.params import fill, named_variables
-from eagle3_jax.plan import default_tree, make_plan
-from eagle3_jax.replay import replay
-from eagle3_jax.survival import Survival, candidates, read_survival, typical_survival
 from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import tree_name
+from eagle3_jax.tuning import plan_store
+from eagle3_jax.tuning.costs import Costs, at_width, measure
+from eagle3_jax.tuning.plan import default_tree, make_plan
+from eagle3_jax.tuning.survival import Survival, candidates, read_survival, typical_survival
 
 SURVIVAL = Survival(100, {"chain:1": (40,), "chain:2": (40, 20), "chain:3": (40, 20, 12), "tree:8,2,3": (60, 33)}, "made up")
 FLAT = Costs(1, {1: 1.0, 64: 1.2}, {2: 0.02}, {1: 0.02})

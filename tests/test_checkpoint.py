@@ -22,11 +22,11 @@ import pytest
 from killed_training import STEPS, features
 from training_set import tiny_draft
 
-from eagle3_jax.batches import Cursor
-from eagle3_jax.checkpoint import Checkpoints, differences
-from eagle3_jax.trainer import TrainConfig, TrainState, new_state, split
-from eagle3_jax.ttt import RECIPES
-from eagle3_jax.writers import JsonLines
+from eagle3_jax.training.batches import Cursor
+from eagle3_jax.training.checkpoint import Checkpoints, differences
+from eagle3_jax.training.trainer import TrainConfig, TrainState, new_state, split
+from eagle3_jax.training.ttt import RECIPES
+from eagle3_jax.training.writers import JsonLines
 
 CONFIG = TrainConfig()
 

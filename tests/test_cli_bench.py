@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from command_scripts import load_script, run_script, save_word_tokenizer
 
-from eagle3_jax import auto, tuning
-from eagle3_jax.costs import Costs
+from eagle3_jax.bench import plan_run as tuning
+from eagle3_jax.decoding import auto
 from eagle3_jax.tree import Tree
+from eagle3_jax.tuning.costs import Costs
 
 SCRIPT = load_script("bench")
 
@@ -147,12 +148,12 @@ def test_everything_at_once_and_resumed(base, folder: Path, tmp_path: Path, caps
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("eagle3_jax.bench_run._phases", interrupted)
+        patch.setattr("eagle3_jax.bench.run._phases", interrupted)
         assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases") == 130
     assert len((tmp_path / "all.json.journal.part").read_text().splitlines()) == 1 + 4
     assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases", "--resume", "--batch", "2") == 2
     assert "another run; batch: there 1, now 2" in capsys.readouterr().err
-    monkeypatch.setattr("eagle3_jax.benchmark._timed", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr("eagle3_jax.bench.benchmark._timed", lambda *_: pytest.fail("decoded again"))
     assert run_script(SCRIPT, str(folder / "talk.jsonl"), *base, *options, "--phases", "--resume") == 0
     again = json.loads(out.read_text(encoding="utf-8"))
     assert [s["tokens"] for s in again["results"][0]["samples"]] == [s["tokens"] for s in written["results"][0]["samples"]]

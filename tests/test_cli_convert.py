@@ -18,9 +18,9 @@ from eagle3_jax import diagnose as diagnosis
 from eagle3_jax.commands import run_command
 from eagle3_jax.config import TAP_IDS, RopeConfig
 from eagle3_jax.diagnose import Reading, judge, neighbours
-from eagle3_jax.model_card import model_card
 from eagle3_jax.weights import load_head, load_target, save_head
 from eagle3_jax.weights.dialects import DIALECTS
+from eagle3_jax.weights.model_card import model_card
 
 SCRIPT = load_script("convert")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from command_scripts import ROOT, load_script, run_script, save_word_tokenizer
 
-from eagle3_jax.benchmark import Programs
-from eagle3_jax.generate import generate
+from eagle3_jax.bench.benchmark import Programs
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.tree import Chain
 
 IDS = [3, 14, 15]

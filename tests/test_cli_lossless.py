@@ -6,7 +6,7 @@ import json
 import pytest
 from command_scripts import load_script, run_script
 
-from eagle3_jax import lossless
+from eagle3_jax.bench import lossless
 
 SCRIPT = load_script("lossless")
 

@@ -11,8 +11,8 @@ import pytest
 from command_scripts import load_script, run_script, save_word_tokenizer
 
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.generate import generate
-from eagle3_jax.train import FLATTENING, fresh_draft, frozen_tables, start_from_target
+from eagle3_jax.decoding.generate import generate
+from eagle3_jax.training.train import FLATTENING, fresh_draft, frozen_tables, start_from_target
 from eagle3_jax.tree import Chain
 from eagle3_jax.weights import load_draft, load_target
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax.commands import check_writable, positive, run_command, temperature
-from eagle3_jax.generate import NonFiniteLogitsError, Output
+from eagle3_jax.decoding.generate import NonFiniteLogitsError, Output
 from eagle3_jax.whole_file import write_json
 
 QUIET = argparse.Namespace(traceback=False)

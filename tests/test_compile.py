@@ -16,7 +16,7 @@ from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import Cache, append
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.decode import DecodeConfig, Request, run
+from eagle3_jax.decoding.decode import DecodeConfig, Request, run
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import count_parameters, named_variables
 from eagle3_jax.sampling import Sampling

@@ -13,8 +13,8 @@ from eagle3_jax import draft as draft_model
 from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import append
-from eagle3_jax.decode import run
-from eagle3_jax.generate import NonFiniteLogitsError, generate, prepare
+from eagle3_jax.decoding.decode import run
+from eagle3_jax.decoding.generate import NonFiniteLogitsError, generate, prepare
 from eagle3_jax.params import fill, named_variables
 from eagle3_jax.scripted import ScriptedDraft
 from eagle3_jax.tree import Chain, Tree, ancestor_mask
@@ -326,7 +326,7 @@ def test_law_of_the_first_two_tokens_of_whole_programs(target, draft, rule, tree
 
 def test_bfloat16_tokens_come_from_the_passes_that_emitted_them(target, draft):
     """In bfloat16 a difference from plain decoding may only be a near-tie of a few units in the last place."""
-    from eagle3_jax.lossless import Settings, compare
+    from eagle3_jax.bench.lossless import Settings, compare
 
     def cast(module):
         return fill(module, {n: v.get_value().astype(jnp.bfloat16) if n != "d2t" else v.get_value() for n, v in named_variables(module)})

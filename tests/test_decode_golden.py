@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from eagle3_jax import target as target_model
-from eagle3_jax.decode import DecodeConfig, prefill
+from eagle3_jax.decoding.decode import DecodeConfig, prefill
+from eagle3_jax.decoding.generate import generate, prepare
 from eagle3_jax.drafting import grow
-from eagle3_jax.generate import generate, prepare
 from eagle3_jax.sampling import Sampling
 from eagle3_jax.tree import Tree, select
 from eagle3_jax.verify import coupled, walk

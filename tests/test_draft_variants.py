@@ -16,8 +16,8 @@ from eagle3_jax import draft as draft_model
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import fill, named_variables
-from eagle3_jax.trainer import split
-from eagle3_jax.ttt import Batch, recipe
+from eagle3_jax.training.trainer import split
+from eagle3_jax.training.ttt import Batch, recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from eagle3_jax.benchmark import Benchmark, Programs, Sample, benchmark, measure, summarise
-from eagle3_jax.evaluate import acceptance, accepted_path, add_acceptance, bootstrap
-from eagle3_jax.generate import Output, generate
+from eagle3_jax.bench.benchmark import Benchmark, Programs, Sample, benchmark, measure, summarise
+from eagle3_jax.bench.evaluate import acceptance, accepted_path, add_acceptance, bootstrap
+from eagle3_jax.decoding.generate import Output, generate
 from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import parse_tree, tree_name
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_target
 
 from eagle3_jax.experiments import Material, Setting, paper, run_experiment
 from eagle3_jax.experiments.arms import Arm, arm_folder, trained_head
-from eagle3_jax.losses import feature_distance
+from eagle3_jax.training.losses import feature_distance
 
 SMALL = Setting(
     target="tiny",

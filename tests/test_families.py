@@ -17,9 +17,9 @@ from eagle3_jax import target as target_module
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import append
 from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.families import FAMILIES
-from eagle3_jax.generate import generate
 from eagle3_jax.params import initialize
 from eagle3_jax.scripted import ScriptedDraft
 from eagle3_jax.target import Target

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from training_set import TAPS, TARGET, Tokens, conversations, selection, tiny_cache, tiny_target
 
-from eagle3_jax import features, target
-from eagle3_jax.features import CacheError, byte_budget, fingerprint, open_cache, select, write_cache
+from eagle3_jax import target
 from eagle3_jax.params import initialize
 from eagle3_jax.target import Target
+from eagle3_jax.training import features
+from eagle3_jax.training.features import CacheError, byte_budget, fingerprint, open_cache, select, write_cache
 
 
 def test_an_example_equals_a_pass_over_it_alone(tmp_path: Path) -> None:

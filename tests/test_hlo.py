@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eagle3_jax.hlo import collective_shapes, cost
+from eagle3_jax.pods.hlo import collective_shapes, cost
 from eagle3_jax.sharding import make_mesh
 
 

@@ -10,7 +10,7 @@ import eagle3_jax as e3
 from eagle3_jax import int8
 from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
-from eagle3_jax.generate import generate
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.int8 import Int8, to_int8
 from eagle3_jax.layers import linear
 from eagle3_jax.lm_draft import LanguageModelDraft

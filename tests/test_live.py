@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle3_jax as e3
-from eagle3_jax import live
 from eagle3_jax.compile_clock import CompileClock
-from eagle3_jax.live import BROKEN, TextPieces
+from eagle3_jax.decoding import live
+from eagle3_jax.decoding.live import BROKEN, TextPieces
 
 GENERATE, CHAT = load_script("generate"), load_script("chat")
 SHORT = ("--max-new-tokens", "16", "--ignore-eos", "--tree", "chain:2")

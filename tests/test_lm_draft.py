@@ -5,7 +5,7 @@ import pytest
 from test_sampling import assert_law
 from tiny_models import VOCAB, tiny_target
 
-from eagle3_jax.generate import generate
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.tree import Chain, Tree
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.losses import LK_ETA, ROW_LOSSES
+from eagle3_jax.training.losses import LK_ETA, ROW_LOSSES
 
 
 def by_hand(name: str, teacher: np.ndarray, draft: np.ndarray) -> np.ndarray:

@@ -9,11 +9,11 @@ import pytest
 from tiny_models import VOCAB, tiny_draft, tiny_target
 
 import eagle3_jax as e3
+from eagle3_jax.bench.lossless import Case, Settings, compare, score_gap, sweep
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.generate import Output, generate
-from eagle3_jax.lossless import Case, Settings, compare, score_gap, sweep
+from eagle3_jax.decoding.generate import Output, generate
 from eagle3_jax.tokenizer import chat_ids
-from eagle3_jax.train import fresh_draft
+from eagle3_jax.training.train import fresh_draft
 
 
 def clean(results):

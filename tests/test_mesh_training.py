@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from training_set import KEPT, TARGET, parameters, selection, tiny_frozen
 
-from eagle3_jax.batches import BatchSource, Cursor, TokenExamples
-from eagle3_jax.checkpoint import Checkpoints
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.distributed import join_processes
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.fit import fit
-from eagle3_jax.hlo import cost
 from eagle3_jax.params import initialize
-from eagle3_jax.placing import place_batch, place_fixed, place_state
-from eagle3_jax.reporting import Reporter
+from eagle3_jax.pods.hlo import cost
 from eagle3_jax.sharding import make_mesh
 from eagle3_jax.target import Target
-from eagle3_jax.trainer import Fixed, TrainConfig, new_state, split, train_step
-from eagle3_jax.ttt import recipe
+from eagle3_jax.training.batches import BatchSource, Cursor, TokenExamples
+from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.distributed import join_processes
+from eagle3_jax.training.fit import fit
+from eagle3_jax.training.placing import place_batch, place_fixed, place_state
+from eagle3_jax.training.reporting import Reporter
+from eagle3_jax.training.trainer import Fixed, TrainConfig, new_state, split, train_step
+from eagle3_jax.training.ttt import recipe
 
 # Two key/value heads, so that a tensor axis of two splits the attention of both models.
 SHAPE = dataclasses.replace(TARGET, num_kv_heads=2)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from training_set import TAPS, conversations, selection, tiny_draft, tiny_frozen, tiny_target
 
-from eagle3_jax import online
 from eagle3_jax import target as target_model
-from eagle3_jax.batches import BatchSource, Cursor, TokenExamples
-from eagle3_jax.features import CachedExample
-from eagle3_jax.online import observe
-from eagle3_jax.trainer import Fixed, TrainConfig, new_state, split, train_step
-from eagle3_jax.ttt import Batch, recipe
+from eagle3_jax.training import online
+from eagle3_jax.training.batches import BatchSource, Cursor, TokenExamples
+from eagle3_jax.training.features import CachedExample
+from eagle3_jax.training.online import observe
+from eagle3_jax.training.trainer import Fixed, TrainConfig, new_state, split, train_step
+from eagle3_jax.training.ttt import Batch, recipe
 
 CONFIG = TrainConfig(recipe=recipe("aligned", steps=3), steps=10, rows=2, row_tokens=48, row_slots=40, warmup=2, peak_lr=1e-2)
 

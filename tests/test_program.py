@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, tiny_draft, tiny_target
 
-from eagle3_jax.decode import run
-from eagle3_jax.generate import generate, prepare
+from eagle3_jax.decoding.decode import run
+from eagle3_jax.decoding.generate import generate, prepare
 from eagle3_jax.tree import Chain, Tree
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_jax.prompt_sets import PAPER_SETS, read_sets, spread
+from eagle3_jax.bench.prompt_sets import PAPER_SETS, read_sets, spread
 from eagle3_jax.prompts import PromptError
 
 

@@ -17,10 +17,10 @@ from command_scripts import ROOT, load_script, run_script, save_word_tokenizer
 
 from eagle3_jax import regenerate as module
 from eagle3_jax.data import DataError, Report, encode_all, parse_record, read_records
-from eagle3_jax.generate import generate
+from eagle3_jax.decoding.generate import generate
+from eagle3_jax.decoding.serve import Server
 from eagle3_jax.journal import JournalError
 from eagle3_jax.regenerate import Source, regenerate, seed_of
-from eagle3_jax.serve import Server
 from eagle3_jax.tokenizer import chat_ids, load_tokenizer
 
 SCRIPT = load_script("data", "train")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_jax.benchmark import Sample, finished
-from eagle3_jax.sample_journal import SampleJournal as Journal
+from eagle3_jax.bench.benchmark import Sample, finished
+from eagle3_jax.bench.sample_journal import SampleJournal as Journal
 
 RUN = {"trees": ["chain:2"], "limit": None, "sizes": (1, 2)}
 

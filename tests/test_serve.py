@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, tiny_draft, tiny_target
 
-from eagle3_jax.generate import generate
+from eagle3_jax.decoding.generate import generate
+from eagle3_jax.decoding.segments import advance
+from eagle3_jax.decoding.serve import BROKEN, Job, Server, opened
 from eagle3_jax.params import fill, named_variables
-from eagle3_jax.segments import advance
-from eagle3_jax.serve import BROKEN, Job, Server, opened
 from eagle3_jax.tree import Chain
 
 NEW = 10

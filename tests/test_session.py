@@ -5,7 +5,7 @@ import pytest
 from tiny_models import VOCAB, tiny_draft, tiny_target
 
 import eagle3_jax as e3
-from eagle3_jax import segments
+from eagle3_jax.decoding import segments
 from eagle3_jax.prompts import PromptError
 
 CHAIN = e3.Chain(3)
@@ -88,7 +88,7 @@ def test_a_conversation_is_the_chat_template_over_all_turns(target, drafts, tmp_
     from command_scripts import save_word_tokenizer
     from transformers import AutoTokenizer
 
-    from eagle3_jax.conversation import Conversation
+    from eagle3_jax.decoding.conversation import Conversation
     from eagle3_jax.tokenizer import chat_ids
 
     small = tiny_target(max_position=1024, num_layers=2, vocab_size=160)

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 from tiny_models import tiny_draft, tiny_target
 
-from eagle3_jax.decode import run
+from eagle3_jax.decoding.decode import run
+from eagle3_jax.decoding.generate import generate, prepare
 from eagle3_jax.drafting import top_candidates
-from eagle3_jax.generate import generate, prepare
-from eagle3_jax.hlo import collective_shapes
+from eagle3_jax.pods.hlo import collective_shapes
 from eagle3_jax.sharding import constrain, lookup, make_mesh, module_specs, on_mesh_of, parse_mesh, place, put
 from eagle3_jax.tree import Chain, Tree
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_jax.generate import Output, generate
-from eagle3_jax.show import ASCII, COLOUR, CycleTree, cycle_trees, legend, quote, save_trees_png, tree_text
+from eagle3_jax.bench.show import ASCII, COLOUR, CycleTree, cycle_trees, legend, quote, save_trees_png, tree_text
+from eagle3_jax.decoding.generate import Output, generate
 from eagle3_jax.tree import Tree
 
 WORDS = {0: "Paris", 1: ",", 2: ".", 3: " the", 4: " which", 5: " It", 6: " is"}

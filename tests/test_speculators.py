@@ -20,7 +20,7 @@ from tiny_checkpoints import BASE, tensors_of, write_folder
 
 from eagle3_jax import draft as draft_model
 from eagle3_jax.config import RopeConfig
-from eagle3_jax.ttt import Batch, _unroll
+from eagle3_jax.training.ttt import Batch, _unroll
 from eagle3_jax.weights import load_head, load_target, save_head
 
 SCRIPT = Path(__file__).parent / "speculators_logits.py"

@@ -13,12 +13,12 @@ from test_cache import assert_same_cache
 from tiny_models import VOCAB, tiny_draft, tiny_target
 
 import eagle3_jax as e3
-from eagle3_jax import decode, segments
-from eagle3_jax.buckets import WIDTHS, chunk_widths, slot_buckets
-from eagle3_jax.decode import DecodeConfig, run
-from eagle3_jax.generate import NonFiniteLogitsError, prepare, read
+from eagle3_jax.decoding import decode, segments
+from eagle3_jax.decoding.buckets import WIDTHS, chunk_widths, slot_buckets
+from eagle3_jax.decoding.decode import DecodeConfig, run
+from eagle3_jax.decoding.generate import NonFiniteLogitsError, prepare, read
+from eagle3_jax.decoding.segments import Segments, join
 from eagle3_jax.params import fill, named_variables
-from eagle3_jax.segments import Segments, join
 
 TREE = e3.Tree(nodes=8, depth=3, width=3)
 CHAIN = e3.Chain(3)

@@ -6,24 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from eagle3_jax.benchmark import Sample, summarise
-from eagle3_jax.evaluate import Interval, Percentiles
-from eagle3_jax.latency import Bursts
-from eagle3_jax.phases import Phases
-from eagle3_jax.tables import (
+from eagle3_jax.bench.benchmark import Sample, summarise
+from eagle3_jax.bench.evaluate import Interval, Percentiles
+from eagle3_jax.bench.latency import Bursts
+from eagle3_jax.bench.phases import Phases
+from eagle3_jax.bench.tables import (
     benchmark_table,
     comparison_table,
-    display_width,
-    duration,
     figure,
     latency_table,
     paper_table,
     phases_table,
-    side_by_side,
     size,
-    table,
-    wrap,
 )
+from eagle3_jax.terminal import display_width, duration, side_by_side, table, wrap
 
 
 def test_wrap() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_jax.tables import throughput_table
-from eagle3_jax.throughput import Throughput, break_even
+from eagle3_jax.bench.tables import throughput_table
+from eagle3_jax.bench.throughput import Throughput, break_even
 
 
 def curve(*gains: float) -> list[Throughput]:

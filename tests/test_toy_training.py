@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from training_set import Tokens
 
-from eagle3_jax.batches import BatchSource
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.features import open_cache, select, write_cache
-from eagle3_jax.fit import fit
-from eagle3_jax.generate import generate
-from eagle3_jax.reporting import Reporter
-from eagle3_jax.train import fresh_draft, frozen_tables
-from eagle3_jax.trainer import TrainConfig
+from eagle3_jax.training.batches import BatchSource
+from eagle3_jax.training.features import open_cache, select, write_cache
+from eagle3_jax.training.fit import fit
+from eagle3_jax.training.reporting import Reporter
+from eagle3_jax.training.train import fresh_draft, frozen_tables
+from eagle3_jax.training.trainer import TrainConfig
+from eagle3_jax.training.ttt import recipe
 from eagle3_jax.tree import Chain
-from eagle3_jax.ttt import recipe
 from eagle3_jax.weights import load_target
 
 TAPS, LENGTH, BOS = (1, 2, 4), 192, 1

@@ -11,13 +11,13 @@ import pytest
 from command_scripts import load_script, run_script
 
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.pods.topology import GIB, Chip, topology_devices
+from eagle3_jax.pods.tpu_plan import decoding_plan, decoding_shape, plan_table, training_plan, training_shape
 from eagle3_jax.shapes import LLAMA_31_8B, target_shape
 from eagle3_jax.sharding import make_mesh
-from eagle3_jax.topology import GIB, Chip, topology_devices
-from eagle3_jax.tpu_plan import decoding_plan, decoding_shape, plan_table, training_plan, training_shape
-from eagle3_jax.trainer import TrainConfig
+from eagle3_jax.training.trainer import TrainConfig
+from eagle3_jax.training.ttt import recipe
 from eagle3_jax.tree import Chain
-from eagle3_jax.ttt import recipe
 
 CPU = Chip("CPU", GIB)
 SMALL = dataclasses.replace(

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from training_set import parameters, tiny_cache, tiny_draft, tiny_frozen, tiny_target
 
-from eagle3_jax.batches import BatchSource, Cursor
-from eagle3_jax.checkpoint import CheckpointError, Checkpoints
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.features import FeatureCache, open_cache
-from eagle3_jax.fit import fit
-from eagle3_jax.reporting import Reporter
-from eagle3_jax.trainer import Fixed, TrainConfig, evaluate, loss_and_gradient, new_state, split, train_step
-from eagle3_jax.ttt import recipe
+from eagle3_jax.training.batches import BatchSource, Cursor
+from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints
+from eagle3_jax.training.features import FeatureCache, open_cache
+from eagle3_jax.training.fit import fit
+from eagle3_jax.training.reporting import Reporter
+from eagle3_jax.training.trainer import Fixed, TrainConfig, evaluate, loss_and_gradient, new_state, split, train_step
+from eagle3_jax.training.ttt import recipe
 
 CONFIG = TrainConfig(recipe=recipe("aligned", steps=3), steps=10, rows=2, row_tokens=48, row_slots=40, warmup=2, peak_lr=1e-2)
 

@@ -15,11 +15,11 @@ from training_set import KEPT, TAPS, TARGET, parameters, tiny_draft
 from eagle3_jax import draft as draft_model
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.losses import head_loss
 from eagle3_jax.params import count_parameters
 from eagle3_jax.shapes import LLAMA_31_8B
-from eagle3_jax.trainer import join, split
-from eagle3_jax.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, _unroll, recipe, scored, ttt_loss
+from eagle3_jax.training.losses import head_loss
+from eagle3_jax.training.trainer import join, split
+from eagle3_jax.training.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, _unroll, recipe, scored, ttt_loss
 
 D, A, V = TARGET.hidden_size, TARGET.hidden_size * len(TAPS), TARGET.vocab_size
 ALIGNED = recipe("aligned", steps=3)

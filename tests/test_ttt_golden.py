@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from eagle3_jax.config import DraftConfig, TargetConfig, read_json
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import fill
-from eagle3_jax.ttt import Batch, Frozen, Metrics, Recipe, recipe, scored, ttt_loss
+from eagle3_jax.training.ttt import Batch, Frozen, Metrics, Recipe, recipe, scored, ttt_loss
 
 NAMES = {
     "fc": "fc.weight",

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from eagle3_jax import target as target_module
+from eagle3_jax.user_cache import cache_folder
 from eagle3_jax.weights import WeightsError, builtin, load_target
-from eagle3_jax.weights.builtin import builtin_file, cache_folder
+from eagle3_jax.weights.builtin import builtin_file
 
 NAME = "smollm2-135m"
 CONTENT = b"the weights"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle3_jax.writers import JsonLines, TensorBoard, WeightsAndBiases, scalars
+from eagle3_jax.training.writers import JsonLines, TensorBoard, WeightsAndBiases, scalars
 
 RECORD = {"step": 3, "loss": 1.5, "accuracy": [0.5, 0.25], "held_out": {"loss": [2.0]}, "slots": 4}
 WANTED = {"loss": 1.5, "accuracy/0": 0.5, "accuracy/1": 0.25, "held_out/loss/0": 2.0, "slots": 4.0}

@@ -11,10 +11,10 @@ import numpy as np
 
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.features import FeatureCache, Selection, select, write_cache
 from eagle3_jax.params import initialize, named_variables
 from eagle3_jax.target import Target
-from eagle3_jax.ttt import Frozen
+from eagle3_jax.training.features import FeatureCache, Selection, select, write_cache
+from eagle3_jax.training.ttt import Frozen
 
 TARGET = TargetConfig(
     vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8, max_position=128

@@ -8,17 +8,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from eagle3_jax.checkpoint import Checkpoints
-from eagle3_jax.distributed import is_first, join_processes, wait_for_all
+from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.distributed import is_first, join_processes, wait_for_all
 
 
 def main(port: str, process: int, folder: Path) -> None:
     join_processes(f"localhost:{port}", 2, process)
     from test_mesh_training import CONFIG, run, source
 
-    from eagle3_jax.batches import Cursor
-    from eagle3_jax.placing import own_rows
     from eagle3_jax.sharding import make_mesh
+    from eagle3_jax.training.batches import Cursor
+    from eagle3_jax.training.placing import own_rows
 
     assert jax.device_count() == 4, jax.devices()
     held = own_rows(CONFIG.rows, make_mesh(2, 2, 1))

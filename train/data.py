@@ -12,10 +12,10 @@ from functools import partial
 from tqdm import tqdm
 
 from eagle3_jax import commands, data
-from eagle3_jax.features import fingerprint
+from eagle3_jax.decoding.serve import Server
 from eagle3_jax.journal import finished
 from eagle3_jax.regenerate import TURNS, Source, Tally, regenerate
-from eagle3_jax.serve import Server
+from eagle3_jax.training.features import fingerprint
 
 PROG = "eagle3-data"
 EXAMPLES = """examples:

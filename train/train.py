@@ -12,15 +12,15 @@ import jax
 from eagle3_jax.attention import IMPLEMENTATIONS
 from eagle3_jax.commands import Formatter, Parser, positive, run_command, tree_argument, use_compilation_cache
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.distributed import is_first, join_processes
-from eagle3_jax.losses import ROW_LOSSES
+from eagle3_jax.pods.topology import topology_devices
 from eagle3_jax.shapes import SHAPES, target_shape
 from eagle3_jax.sharding import make_mesh, named_mesh, parse_mesh, row_shards
-from eagle3_jax.topology import topology_devices
-from eagle3_jax.train import DRAFT_VOCAB, STARTS, TrainJob, train
-from eagle3_jax.trainer import COMPUTE_TYPES, OPTIMIZERS, SCHEDULES, TrainConfig
+from eagle3_jax.training.distributed import is_first, join_processes
+from eagle3_jax.training.losses import ROW_LOSSES
+from eagle3_jax.training.train import DRAFT_VOCAB, STARTS, TrainJob, train
+from eagle3_jax.training.trainer import COMPUTE_TYPES, OPTIMIZERS, SCHEDULES, TrainConfig
+from eagle3_jax.training.ttt import RECIPES, recipe
 from eagle3_jax.tree_names import SYNTAX
-from eagle3_jax.ttt import RECIPES, recipe
 
 PROG = "eagle3-train"
 EXAMPLES = """examples:
@@ -183,7 +183,7 @@ def main(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     """The step of these options on the topology: its memory, products and traffic."""
-    from eagle3_jax.tpu_plan import plan_table, training_plan, training_shape
+    from eagle3_jax.pods.tpu_plan import plan_table, training_plan, training_shape
 
     target = target_shape(args.target or "llama-3.1-8b")
     draft = DraftConfig.for_target(target, args.draft_vocab or DRAFT_VOCAB, tuple(args.taps) if args.taps else None)

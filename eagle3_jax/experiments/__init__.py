@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from eagle3_jax.bench.tables import figure
 from eagle3_jax.experiments import choices, paper
 from eagle3_jax.experiments.arms import Arm, ArmResult, run_arm, trained_head
 from eagle3_jax.experiments.material import Material, Setting
 from eagle3_jax.experiments.paper import EAGLE, EAGLE_3
-from eagle3_jax.tables import figure, table
+from eagle3_jax.terminal import table
 from eagle3_jax.whole_file import write_json
 
 EXPERIMENTS: dict[str, Callable[[Material, Path], list[ArmResult]]] = {

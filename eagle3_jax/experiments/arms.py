@@ -12,24 +12,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.batches import BatchSource
+from eagle3_jax.bench.evaluate import Interval, acceptance_length, n_alpha_intervals
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.decoding.generate import Output, generate
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.drafting import Draft
-from eagle3_jax.evaluate import Interval, acceptance_length, n_alpha_intervals
 from eagle3_jax.experiments.material import Material, Setting, vocabulary_size
-from eagle3_jax.features import open_cache
-from eagle3_jax.fit import fit
-from eagle3_jax.generate import Output, generate
 from eagle3_jax.params import named_variables
-from eagle3_jax.reporting import Reporter
-from eagle3_jax.train import draft_vocabulary, fresh_draft, frozen_tables, take_head
-from eagle3_jax.trainer import TrainConfig
+from eagle3_jax.training.batches import BatchSource
+from eagle3_jax.training.features import open_cache
+from eagle3_jax.training.fit import fit
+from eagle3_jax.training.reporting import Reporter
+from eagle3_jax.training.train import draft_vocabulary, fresh_draft, frozen_tables, take_head
+from eagle3_jax.training.trainer import TrainConfig
+from eagle3_jax.training.ttt import Recipe, recipe
+from eagle3_jax.training.writers import JsonLines
 from eagle3_jax.tree import Chain
-from eagle3_jax.ttt import Recipe, recipe
 from eagle3_jax.weights import load_draft, save_head
 from eagle3_jax.whole_file import write_json
-from eagle3_jax.writers import JsonLines
 
 
 @dataclasses.dataclass(frozen=True)

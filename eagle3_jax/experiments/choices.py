@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.evaluate import acceptance_length, n_alpha_intervals
+from eagle3_jax.bench.evaluate import acceptance_length, n_alpha_intervals
+from eagle3_jax.bench.plotting import bars, new_figure, save_png, tidy
 from eagle3_jax.experiments.arms import Arm, ArmResult, decode, run_arm, trained_head
 from eagle3_jax.experiments.material import Material
 from eagle3_jax.experiments.paper import EAGLE_3, length_chart, n_alpha_chart
-from eagle3_jax.losses import ROW_LOSSES
-from eagle3_jax.plotting import bars, new_figure, save_png, tidy
+from eagle3_jax.training.losses import ROW_LOSSES
 
 SAME_GRADIENT = "kl"
 """Differs from the cross-entropy by a constant: the same head."""

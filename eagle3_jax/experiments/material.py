@@ -10,11 +10,11 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle3_jax.config import default_taps
-from eagle3_jax.features import Selection, select
-from eagle3_jax.generate import generate
+from eagle3_jax.decoding.generate import generate
 from eagle3_jax.target import Target
-from eagle3_jax.train import TrainJob, cache_features, select_examples
-from eagle3_jax.trainer import TrainConfig
+from eagle3_jax.training.features import Selection, select
+from eagle3_jax.training.train import TrainJob, cache_features, select_examples
+from eagle3_jax.training.trainer import TrainConfig
 from eagle3_jax.weights import load_target
 from eagle3_jax.whole_file import whole_file
 

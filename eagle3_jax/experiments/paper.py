@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.bench.plotting import bars, lines, new_figure, save_png, tidy
 from eagle3_jax.experiments.arms import Arm, ArmResult, run_arm
 from eagle3_jax.experiments.material import Material
-from eagle3_jax.plotting import bars, lines, new_figure, save_png, tidy
 
 EAGLE = Arm("EAGLE", top=True, steps=1, feature_loss=True)
 UNTIED = Arm("top feature, no feature loss, no TTT", top=True, steps=1)

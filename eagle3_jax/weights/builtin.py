@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from eagle3_jax.user_cache import cache_folder
 from eagle3_jax.weights.table import WeightsError
 
 
@@ -33,17 +34,6 @@ BUILTIN_MODELS = {
 }
 # Trained heads that travel with the package.
 HEADS = Path(__file__).parent.parent / "heads"
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: `eagle3_jax` under $XDG_CACHE_HOME, else the platform's cache folder."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif os.environ.get("XDG_CACHE_HOME"):
-        base = Path(os.environ["XDG_CACHE_HOME"])
-    else:
-        base = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return base / "eagle3_jax"
 
 
 def builtin_file(name: str) -> Path:

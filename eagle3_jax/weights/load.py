@@ -13,8 +13,8 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.quantize import WEIGHTS, quantize_int8
 from eagle3_jax.sharding import check_mesh, place
-from eagle3_jax.survival import FILE, attach, read_survival
 from eagle3_jax.target import Target
+from eagle3_jax.tuning.survival import FILE, attach, read_survival
 from eagle3_jax.weights.builtin import BUILTIN_MODELS, builtin_file, builtin_head
 from eagle3_jax.weights.gguf import load_gguf
 from eagle3_jax.weights.heads import load_head

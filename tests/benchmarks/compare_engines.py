@@ -172,9 +172,9 @@ def main() -> None:
         return
 
     sys.path.insert(0, str(ROOT))
-    from eagle3_jax.prompt_sets import read_sets
+    from eagle3_jax.bench.prompt_sets import read_sets
     from eagle3_jax.prompts import encode_prompt
-    from eagle3_jax.tables import table
+    from eagle3_jax.terminal import table
     from eagle3_jax.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(args.target)

@@ -23,12 +23,12 @@ import jax
 
 import eagle3_jax as e3
 from eagle3_jax.commands import use_compilation_cache
-from eagle3_jax.costs import expand_passes, extend_passes, target_passes
-from eagle3_jax.decode import run
-from eagle3_jax.generate import prepare, read
+from eagle3_jax.decoding.decode import run
+from eagle3_jax.decoding.generate import prepare, read
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import chat_ids
 from eagle3_jax.tree_names import parse_tree
+from eagle3_jax.tuning.costs import expand_passes, extend_passes, target_passes
 
 QUESTION = "Explain in a few paragraphs how a mechanical clock keeps time."
 PASSES, SLOTS = 24, 256

@@ -30,7 +30,7 @@ def questions(args: argparse.Namespace) -> list[str]:
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     from eagle3_jax.commands import use_compilation_cache
-    from eagle3_jax.serve import Job, Server
+    from eagle3_jax.decoding.serve import Job, Server
     from eagle3_jax.tokenizer import chat_ids, load_tokenizer
     from eagle3_jax.tree_names import parse_tree
     from eagle3_jax.weights import load_draft, load_target

@@ -15,8 +15,8 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import fill, named_variables
 from eagle3_jax.shapes import LLAMA_31_8B
-from eagle3_jax.trainer import Fixed, TrainConfig, new_state, split, train_step
-from eagle3_jax.ttt import Batch, Frozen, recipe
+from eagle3_jax.training.trainer import Fixed, TrainConfig, new_state, split, train_step
+from eagle3_jax.training.ttt import Batch, Frozen, recipe
 
 
 def main() -> None:

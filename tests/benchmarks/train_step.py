@@ -36,12 +36,12 @@ def run_jax(args: argparse.Namespace) -> None:
     import numpy as np
 
     from eagle3_jax.config import DraftConfig, TargetConfig
-    from eagle3_jax.flops import measured_peak, step_flops
     from eagle3_jax.params import initialize
     from eagle3_jax.target import Target
-    from eagle3_jax.train import fresh_draft, frozen_tables
-    from eagle3_jax.trainer import Fixed, TrainConfig, complete, new_state, split, train_step
-    from eagle3_jax.ttt import Batch, recipe
+    from eagle3_jax.training.flops import measured_peak, step_flops
+    from eagle3_jax.training.train import fresh_draft, frozen_tables
+    from eagle3_jax.training.trainer import Fixed, TrainConfig, complete, new_state, split, train_step
+    from eagle3_jax.training.ttt import Batch, recipe
 
     sizes = TargetConfig(
         vocab_size=V,

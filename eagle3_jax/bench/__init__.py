@@ -1,0 +1,1 @@
+"""Measuring: acceptance, speed, losslessness; figures and tables of them."""

@@ -1,0 +1,1 @@
+"""Prompts to tokens: the compiled loop, and the calls around it."""

@@ -1,0 +1,1 @@
+"""Programs for accelerators that are not there: compiled, weighed, counted."""

@@ -1,0 +1,1 @@
+"""Cached or online features to a trained head."""
