@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_ttt import A, V, _unroll, make
+from test_ttt import A, V, unroll, make
 from training_set import KEPT, TAPS, TARGET
 
 from eagle3_jax import draft as draft_model
@@ -121,7 +121,7 @@ def test_decoding_and_training_compute_the_variant(variant: str) -> None:
 
 
 def _steps(draft: Eagle3Draft, embed: jax.Array, batch: Batch, pick: Any) -> jax.Array:
-    return _unroll(draft, draft_model.table(draft, embed), batch, 3, pick)
+    return unroll(draft, draft_model.table(draft, embed), batch, 3, pick)
 
 
 def test_an_embedding_of_its_own_is_never_trained() -> None:

@@ -20,7 +20,7 @@ from tiny_checkpoints import BASE, tensors_of, write_folder
 
 from eagle3_jax import draft as draft_model
 from eagle3_jax.config import RopeConfig
-from eagle3_jax.training.ttt import Batch, _unroll
+from eagle3_jax.training.ttt import Batch, unroll
 from eagle3_jax.weights import load_head, load_target, save_head
 
 SCRIPT = Path(__file__).parent / "speculators_logits.py"
@@ -78,7 +78,7 @@ def test_the_same_logits_and_the_same_head_back(case: str, python: str, folder: 
     )
     read = load_head(written, target)
     embed = draft_model.table(read, target.embed[...])
-    states = jax.jit(lambda draft: _unroll(draft, embed, ours, 2, lambda x: x))(read)
+    states = jax.jit(lambda draft: unroll(draft, embed, ours, 2, lambda x: x))(read)
     mine, theirs = np.asarray(draft_model.logits(head, states))[:, 0, :T], np.load(numbers)["logits"]
     # Behind the end both read token 0.
     np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4 * float(np.abs(theirs).max()))

@@ -19,7 +19,7 @@ from eagle3_jax.params import count_parameters
 from eagle3_jax.shapes import LLAMA_31_8B
 from eagle3_jax.training.losses import head_loss
 from eagle3_jax.training.trainer import join, split
-from eagle3_jax.training.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, _unroll, recipe, scored, ttt_loss
+from eagle3_jax.training.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, unroll, recipe, scored, ttt_loss
 
 D, A, V = TARGET.hidden_size, TARGET.hidden_size * len(TAPS), TARGET.vocab_size
 ALIGNED = recipe("aligned", steps=3)
@@ -130,7 +130,7 @@ def test_every_slot_and_step_equals_a_simulation_of_inference(padding: bool) -> 
     if not padding:
         batch = jax.tree.map(lambda x: x[:, :T], batch)
     draft, tables = tiny_draft(), frozen()
-    states = np.asarray(_unroll(draft, tables.embed, batch, J, lambda x: x))
+    states = np.asarray(unroll(draft, tables.embed, batch, J, lambda x: x))
     for slot in range(T):
         # Beyond the end both read token 0.
         for s, want in enumerate(simulate(draft, tables.embed, blank(batch, T), slot, J)):
@@ -284,10 +284,10 @@ def test_teacher_outside_the_draft_vocabulary() -> None:
 def test_the_state_fed_back_is_not_normed() -> None:
     """With a final norm of weight 3 the unroll still equals decoding, and its states do not depend on that weight at all."""
     draft, batch, tables = tiny_draft(), make([[0, 1, 1, 1, 1, 1]]), frozen()
-    plain = np.asarray(_unroll(draft, tables.embed, batch, 3, lambda x: x))
+    plain = np.asarray(unroll(draft, tables.embed, batch, 3, lambda x: x))
     values = parameters(draft)
     draft = join(draft.config, {**values, "norm": values["norm"] * 3}, {})
-    np.testing.assert_array_equal(np.asarray(_unroll(draft, tables.embed, batch, 3, lambda x: x)), plain)
+    np.testing.assert_array_equal(np.asarray(unroll(draft, tables.embed, batch, 3, lambda x: x)), plain)
     for s, want in enumerate(simulate(draft, tables.embed, batch, 2, 3)):
         np.testing.assert_allclose(plain[s, 0, 2], want, rtol=1e-5, atol=1e-6)
 
@@ -354,7 +354,7 @@ def test_feature_loss_draws_the_state_to_the_next_feature() -> None:
     rule = dataclasses.replace(plain, feature_weight=2.0, logit_weight=0.1, train_head=False, train_fusion=False)
     draft = tiny_draft()
     total, metrics, grads = differentiate(batch, rule, draft)
-    states = np.asarray(_unroll(draft, frozen().embed, batch, 2, lambda x: x))
+    states = np.asarray(unroll(draft, frozen().embed, batch, 2, lambda x: x))
     masks = np.asarray(scored(rule, batch.response, batch.segments, batch.valid))
     wanted = 0.0
     for s in range(2):

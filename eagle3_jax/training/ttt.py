@@ -194,7 +194,7 @@ def ttt_loss(
         """The scored slots' entries of x [B, T, ...]."""
         return jnp.take_along_axis(x, at_BC.reshape(*at_BC.shape, *(1,) * (x.ndim - 2)), axis=1)
 
-    states_JBCD = _unroll(draft, frozen.embed, batch, J, pick, remat)
+    states_JBCD = unroll(draft, frozen.embed, batch, J, pick, remat)
     normed = draft_model.normed(draft, states_JBCD)
 
     # From here on row c stands for the token PREDICTED after position slots[c] + 1: its teacher is one, its drafts are those of step s
@@ -229,10 +229,10 @@ def ttt_loss(
     return total, Metrics(loss, count(masks_JBC), count(correct_JBC), jnp.stack(survived))
 
 
-def _unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pick: Any, remat: bool = False) -> jax.Array:
-    """a [J, B, C, D] of every step at the scored slots.
+def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pick: Any, remat: bool = False) -> jax.Array:
+    """The draft's states a [J, B, C, D] of `steps` = J steps at the scored slots.
 
-    Keys of step 0 are needed at every slot; all else only where a slot is scored, because a later key is read by its own slot alone.
+    pick: takes [B, T, ...] to the scored slots [B, C, ...]. remat: the layer is computed again in the backward pass. Keys of step 0 are needed at every slot; all else only where a slot is scored, because a later key is read by its own slot alone.
     """
     segments, dtype = batch.segments, draft.dtype
     project = jax.checkpoint(draft_model.project_qkv) if remat else draft_model.project_qkv
