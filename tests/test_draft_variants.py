@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_ttt import A, V, unroll, make
+from test_ttt import A, V, make, unroll
 from training_set import KEPT, TAPS, TARGET
 
 from eagle3_jax import draft as draft_model

@@ -19,7 +19,7 @@ from eagle3_jax.params import count_parameters
 from eagle3_jax.shapes import LLAMA_31_8B
 from eagle3_jax.training.losses import head_loss
 from eagle3_jax.training.trainer import join, split
-from eagle3_jax.training.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, unroll, recipe, scored, ttt_loss
+from eagle3_jax.training.ttt import RECIPES, Batch, Frozen, Metrics, Recipe, recipe, scored, ttt_loss, unroll
 
 D, A, V = TARGET.hidden_size, TARGET.hidden_size * len(TAPS), TARGET.vocab_size
 ALIGNED = recipe("aligned", steps=3)

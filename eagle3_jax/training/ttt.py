@@ -232,7 +232,8 @@ def ttt_loss(
 def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pick: Any, remat: bool = False) -> jax.Array:
     """The draft's states a [J, B, C, D] of `steps` = J steps at the scored slots.
 
-    pick: takes [B, T, ...] to the scored slots [B, C, ...]. remat: the layer is computed again in the backward pass. Keys of step 0 are needed at every slot; all else only where a slot is scored, because a later key is read by its own slot alone.
+    pick: takes [B, T, ...] to the scored slots [B, C, ...]. remat: the layer is computed again in the backward pass. Keys of step 0 are
+    needed at every slot; all else only where a slot is scored, because a later key is read by its own slot alone.
     """
     segments, dtype = batch.segments, draft.dtype
     project = jax.checkpoint(draft_model.project_qkv) if remat else draft_model.project_qkv
