@@ -58,8 +58,8 @@ def append(cache: Cache, new: list[BlockKV], rows_BC: jax.Array | None, count_B:
     """Writes rows `rows_BC` (None: all rows in order) of the pass's K/V behind each row's valid slots; `count_B` of them become valid.
 
     C slots are written whatever the count: those beyond it become zeros (a NaN there would survive its zero weight in the
-    attention), are never read, and are overwritten by the next append. A count that comes out of the pass's own logits also
-    orders this write behind every read of the old cache: without that, XLA copies the whole cache first.
+    attention), are never read, and are overwritten by the next append. A count that comes out of the pass's own logits, or of
+    `after`, also orders this write behind every read of the old cache: without that, XLA copies the whole cache first.
     The caller guarantees lengths + C <= slots: XLA would clamp the start and overwrite kept rows without a word.
     """
     C = new[0][0].shape[1] if rows_BC is None else rows_BC.shape[1]
@@ -75,6 +75,12 @@ def append(cache: Cache, new: list[BlockKV], rows_BC: jax.Array | None, count_B:
     write = local(_write_all, (_AXES, _AXES, _AXES, _AXES, ("rows",)), _AXES)
     new_k, new_v = write(cache.k, cache.v, tuple(ks), tuple(vs), cache.lengths)
     return Cache(new_k, new_v, cache.lengths + count_B)
+
+
+def after(count_B: jax.Array, states_BD: jax.Array) -> jax.Array:
+    """The counts, never negative ones, as if they came out of the pass's states [B, ..., D]: XLA sees a difference where there is none."""
+    peak_B = jnp.max(states_BD, axis=tuple(range(1, states_BD.ndim)))
+    return jnp.where(jnp.isnan(peak_B), jnp.maximum(count_B, 0), count_B)
 
 
 _AXES = ("rows", "kv_heads", None, None)

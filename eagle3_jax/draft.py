@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from eagle3_jax.attention import attend, causal_mask
-from eagle3_jax.cache import BlockKV, Cache, append, empty_cache
+from eagle3_jax.cache import BlockKV, Cache, after, append, empty_cache
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.params import VocabMap, fill, named_variables, param
@@ -84,7 +84,7 @@ class Eagle3Draft(nnx.Module):
         a, kv = forward(self, embed_VD, tokens_BT, fuse(self, features_BTA), positions, causal_mask(T), cache)
         last = jnp.maximum(count_B - 1, 0)
         a = jnp.take_along_axis(a, last[:, None, None], axis=1)[:, 0]
-        return append(cache, [kv], None, count_B), logits(self, a), a
+        return append(cache, [kv], None, after(count_B, a)), logits(self, a), a
 
     def expand(
         self, embed_VD: jax.Array, cache: Cache, tokens_BW: jax.Array, carry_BWD: jax.Array, mask_BWR: jax.Array, earlier: BlockKV | None

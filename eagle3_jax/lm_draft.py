@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
-from eagle3_jax.cache import Cache, append
+from eagle3_jax.cache import Cache, after, append
 from eagle3_jax.target import Target
 
 
@@ -66,7 +66,7 @@ class LanguageModelDraft:
         out = target_model.forward(self.model, tokens_BT, positions, causal_mask(T), cache)
         last = jnp.maximum(count_B - 1, 0)[:, None, None]
         logits = target_model.logits(self.model, jnp.take_along_axis(out.hidden, last, axis=1)[:, 0])
-        return append(cache, out.kv, None, count_B), logits, out.hidden[:, 0, :0]
+        return append(cache, out.kv, None, after(count_B, out.hidden)), logits, out.hidden[:, 0, :0]
 
     def expand(
         self, embed_VD: jax.Array, cache: Cache, tokens_BW: jax.Array, carry_BWD: jax.Array, mask_BWR: jax.Array, earlier: Any

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from eagle3_jax import target as target_model
 from eagle3_jax.attention import causal_mask
-from eagle3_jax.cache import append
+from eagle3_jax.cache import after, append
 from eagle3_jax.drafting import Draft, ScoreRule, grow
 from eagle3_jax.sampling import Sampling, argmax, choose, position_noise, position_uniforms
 from eagle3_jax.sharding import constrain, on_mesh_of
@@ -169,16 +169,13 @@ def feed(
     if draft is not None:
         pairs = count_B - ends_B.astype(jnp.int32)
         draft_cache, _, _ = draft.extend(target.embed[...], draft_cache, out.features, following_BT, pairs)
-    # A count that seems to come out of the pass: the write then waits for every read of the old cache, and XLA need not copy it first.
-    peak = jnp.max(out.hidden, axis=(1, 2))
-    written = jnp.where(jnp.isnan(peak), jnp.maximum(count_B, 0), count_B)
     at = jnp.maximum(count_B - 1, 0)[:, None, None]
 
     def last(new_BTX: jax.Array, old_BX: jax.Array) -> jax.Array:
         return jnp.where(ends_B[:, None], jnp.take_along_axis(new_BTX, at, axis=1)[:, 0].astype(old_BX.dtype), old_BX)
 
     return Fed(
-        cache=append(fed.cache, out.kv, None, written),
+        cache=append(fed.cache, out.kv, None, after(count_B, out.hidden)),
         draft_cache=draft_cache,
         hidden=last(out.hidden, fed.hidden),
         features=last(out.features, fed.features),
