@@ -184,12 +184,13 @@ def load_models(
     return Models(target, draft, tokenizer)
 
 
-def encode_prompts(prompts: Sequence[Prompt], models: Models, args: argparse.Namespace) -> list[list[int]]:
-    """Ids of every prompt; PromptError names the one that the target has no room for, or that holds an unknown id."""
+def encode_prompts(prompts: Sequence[Prompt], models: Models, args: argparse.Namespace, longest: int | None = None) -> list[list[int]]:
+    """Ids of every prompt, the first `longest` where that is given; PromptError names the prompt that the target has no room for, or that
+    holds an unknown id."""
     config = models.target.config
     rows = []
     for prompt in prompts:
-        ids = encode_prompt(prompt, models.tokenizer, False if args.no_chat_template else None, args.system)
+        ids = encode_prompt(prompt, models.tokenizer, False if args.no_chat_template else None, args.system)[:longest]
         if not ids:
             raise PromptError(f"{prompt.name}: no token in the prompt")
         if len(ids) >= config.max_position:

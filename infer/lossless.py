@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> None:
     for name, axes in sizes.items():
         placed = load_models(args, False, named_mesh(axes, jax.devices()[: math.prod(axes.values())]))
         on_mesh[name] = placed.target, placed.draft
-    rows = [row[: args.prompt_tokens] for row in encode_prompts(prompts, models, args)]
+    rows = encode_prompts(prompts, models, args, args.prompt_tokens)
     run = {
         "target": args.target,
         "draft": args.draft_model or args.draft,
@@ -153,6 +153,8 @@ def main(args: argparse.Namespace) -> None:
         append_line(Path(args.out), line)
         done[case.name] = line
         show(case, report, tau)
+        # No case needs another's programs, and a process can hold the code of some sixty cases at most: Linux limits its mappings.
+        jax.clear_caches()
     positions, faults = (sum(line[key] for line in done.values()) for key in ("positions", "faults"))
     ties = sum(len(line["divergences"]) for line in done.values()) - faults
     print(f"{len(done)} cases, {positions} positions: {ties} near-ties, {faults} faults; written to {args.out}")
