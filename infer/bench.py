@@ -83,7 +83,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--phases", action="store_true", help="where the time of a cycle goes: draft, verify, commit, rest")
     parser.add_argument("--bursts", type=positive, metavar="N", help="time every cycle of N prompts per set, as a stream would show them")
     parser.add_argument(
-        "--batches", type=positive, nargs="+", metavar="N", help="throughput at these batch sizes, plainly and with chains of 2 and 3"
+        "--batches",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="throughput at these batch sizes, plainly and, where there is a draft, with chains of 2 and 3",
     )
     parser.add_argument("--out", metavar="FILE.json", default="bench.json", help="all figures and all answers; written anew after each set")
     parser.add_argument("--figures", metavar="FOLDER", type=Path, help="PNGs of the figures; needs matplotlib")

@@ -64,6 +64,17 @@ def test_table_and_file(base, folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert f"{chain['acceptance_length']['value']:.2f} [" in captured.out
 
 
+def test_throughput_without_a_draft(base, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out, figures = tmp_path / "plain.json", tmp_path / "figures"
+    files = ["--out", str(out), "--figures", str(figures)]
+    options = ["--draft", "none", "--limit", "1", "--batches", "1", "2", "--max-new-tokens", "8", *files]
+    assert run_script(SCRIPT, str(folder / "sums.jsonl"), *base, *options) == 0
+    assert "plain, over batch 1" in capsys.readouterr().out
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert [(t["batch"], t["mode"], t["speed_up"]) for t in written["throughput"]] == [(1, "plain", None), (2, "plain", None)]
+    assert [path.name for path in figures.iterdir()] == ["throughput.png"]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -7,6 +7,8 @@ import pytest
 from command_scripts import load_script, run_script
 
 from eagle3_jax.bench import lossless
+from eagle3_jax.decoding import auto
+from eagle3_jax.tuning.costs import Costs
 
 SCRIPT = load_script("lossless")
 
@@ -14,7 +16,7 @@ SCRIPT = load_script("lossless")
 @pytest.fixture
 def argv(golden, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": [5 + i, 9, 30 + 2 * i, 7, 8]}) + "\n" for i in range(4)))
+    prompts.write_text("".join(json.dumps({"prompt_ids": [5 + i, 9, 30 + 2 * i, 7, *[8] * 600]}) + "\n" for i in range(4)))
     options = ["--trees", "plain", "chain:3", "--temperatures", "0", "--batches", "4", "--max-new-tokens", "12"]
     files = [str(prompts), "--target", str(golden / "target"), "--draft", str(golden / "head"), "--out", str(tmp_path / "out.jsonl")]
     return [*files, *options, "--prompt-tokens", "4"]
@@ -54,6 +56,21 @@ def test_a_fault_is_told(argv, monkeypatch, capsys):
     out = capsys.readouterr().out
     faults = out.count("FAULT: prompt")
     assert faults > 0 and out.count("position 9:") == faults and f"{faults} faults; written to" in out
+
+
+@pytest.mark.slow
+def test_a_slice_of_every_dimension(argv, tmp_path, monkeypatch):
+    """Greedy and sampled, a tree and what "auto" chooses, alone and together, on a mesh and not, as a stream and not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Made-up costs, by which drafting pays: the choice is then the acceptance's alone.
+    monkeypatch.setattr(auto, "measure", lambda target, draft, batch: Costs(1, {1: 1.0, 64: 1.1}, {2: 0.01}, {1: 0.01}))
+    cases = ["--trees", "tree:16,4,4", "auto", "--temperatures", "0", "0.8", "--batches", "1", "4"]
+    ways = ["--meshes", "none", "data=2,tensor=2", "--streams", "no", "yes", "--max-new-tokens", "24"]
+    assert run_script(SCRIPT, *argv, *cases, *ways) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()][1:]
+    assert len({line["case"] for line in lines}) == 2**5
+    assert sum(line["positions"] for line in lines) > 2**5 * 4 * 20
+    assert min(line["acceptance_length"] for line in lines) > 1.2
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def test_the_gain_ends_between_two_batches_on_a_logarithmic_scale() -> None:
 def test_table() -> None:
     text = throughput_table(curve(2.0, 1.5, 0.5))
     assert text.splitlines()[0].split() == ["batch", "1", "2", "4", "gain", "ends", "at"]
+    assert text.splitlines()[2].split() == ["plain,", "over", "batch", "1", "1.00x", "2.00x", "4.00x"]
     assert text.splitlines()[-1].split() == ["chain:2,", "speed-up", "2.00x", "1.50x", "0.50x", "3"]
     assert "above 2" in throughput_table(curve(1.4, 1.2))
     assert "below 1" in throughput_table(curve(0.9, 0.8))

@@ -47,11 +47,13 @@ def n_alpha_chart(sets: Mapping[str, Sequence[ModeResult]], out: Path, note: str
 
 
 def throughput_chart(found: Sequence[Throughput], out: Path, note: str = "") -> Path:
-    """Tokens per second and speed-up against the batch."""
+    """Tokens per second and, where something was drafted, speed-up against the batch."""
     modes = modes_in(found)
-    figure, axes = new_figure(9.0, 3.8, columns=2)
+    figure, axes = new_figure(9.0 if modes else 4.8, 3.8, columns=2 if modes else 1)
     lines(axes[0, 0], {m: [(t.batch, t.tokens_per_second) for t in found if t.mode == m] for m in (PLAIN, *modes)}, positions_on_log2=True)
     tidy(axes[0, 0], f"Throughput{note}", "batch, rows decoded together", "tokens/s of all rows")
+    if not modes:
+        return save_png(figure, out)
     axes[0, 0].legend(frameon=False, fontsize=9)
     gains = {m: [(t.batch, t.speed_up) for t in found if t.mode == m] for m in modes}
     lines(axes[0, 1], gains, positions_on_log2=True, styles=range(1, len(modes) + 1))  # a mode's colour is the same in both panels

@@ -131,7 +131,7 @@ def _measure(
         say(f"\nwhere the time of a cycle goes, batch {plan.batch}\n\n{tables.phases_table(parts)}")
         if plan.figures is not None:
             bench_figures.phases_chart(parts, plan.figures / "cycle.png", f", batch {plan.batch}")
-    if plan.batches and draft is not None:
+    if plan.batches:
         swept = _sweep(plan, target, draft, sets[first], {**options, "temperature": heat}, journal)
         whole["throughput"] = [dataclasses.asdict(t) for t in swept]
         say(f"\nthroughput after the first token, T = {heat:g}\n\n{tables.throughput_table(swept)}")
@@ -157,12 +157,13 @@ def _phases(
 
 
 def _sweep(
-    plan: Plan, target: Target, draft: Draft, prompts: Sequence[Sequence[int]], options: dict[str, Any], journal: SampleJournal
+    plan: Plan, target: Target, draft: Draft | None, prompts: Sequence[Sequence[int]], options: dict[str, Any], journal: SampleJournal
 ) -> list[Throughput]:
     """Every row runs to its full length, so that a batch stays as wide as it is called."""
+    ways = 1 if draft is None else 1 + len(PAPER_CHAINS)
     units = {batch: f"throughput, batch {batch}" for batch in plan.batches}
     done = {batch: journal.samples.get(unit, ()) for batch, unit in units.items()}
-    with _Bar("throughput", sum(plan.batches) * (len(PAPER_CHAINS) + 1), journal, "") as bar:
+    with _Bar("throughput", sum(plan.batches) * ways, journal, "") as bar:
         return sweep(
             target,
             draft,

@@ -129,11 +129,14 @@ def size(count: int | None) -> str:
 
 
 def throughput_table(found: Sequence[Throughput]) -> str:
-    """The paper's Tables 3 and 5: a column per batch, a line per way of decoding, and where the gain ends."""
+    """The paper's Tables 3 and 5: a column per batch, a line per way of decoding, and where the gain of drafting ends."""
     batches = sorted({t.batch for t in found})
     at = {(t.mode, t.batch): t for t in found}
     rows = [["batch", *map(str, batches), "gain ends at"]]
-    rows.append([f"{PLAIN}, tokens/s", *(figure(at[PLAIN, b].tokens_per_second, 1) for b in batches), ""])
+    plain = [at[PLAIN, b].tokens_per_second for b in batches]
+    rows.append([f"{PLAIN}, tokens/s", *(figure(rate, 1) for rate in plain), ""])
+    if len(batches) > 1 and plain[0]:
+        rows.append([f"{PLAIN}, over batch {batches[0]}", *(f"{figure(rate / plain[0])}x" for rate in plain), ""])
     for mode in modes_in(found):
         ends = break_even(found, mode)
         last = f"above {batches[-1]}" if ends is None else f"below {batches[0]}" if ends == 0.0 else f"{ends:.0f}"

@@ -34,7 +34,7 @@ class Throughput:
 
 def sweep(
     target: Target,
-    draft: Draft,
+    draft: Draft | None,
     prompts: Sequence[Sequence[int]],
     batches: Sequence[int] = BATCHES,
     trees: Sequence[Chain | Tree | None] = PAPER_CHAINS,
@@ -43,7 +43,7 @@ def sweep(
     done: Mapping[int, Sequence[Sample]] | None = None,
     **options: Any,
 ) -> list[Throughput]:
-    """Every batch size with every tree, and plainly, in turns. Prompts are repeated to fill a batch.
+    """Every batch size with every tree, and plainly, in turns; without a draft plainly alone. Prompts are repeated to fill a batch.
 
     progress: called with the batch after each sample; done: samples of an interrupted run by batch. options: as in `benchmark`.
     """
