@@ -81,7 +81,8 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[Point]]
         at = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
         heights = [value_of(y) if y is not None else 0.0 for y in points]
         colour = COLOURS[i % len(COLOURS)]
-        axis.bar(at, heights, 0.92 * width, color=colour, label=name, yerr=_bars(points), capsize=2.5, error_kw={"elinewidth": 1})
+        spread = _bars(points) if any(isinstance(y, Interval) for y in points) else None
+        axis.bar(at, heights, 0.92 * width, color=colour, label=name, yerr=spread, capsize=2.5, error_kw={"elinewidth": 1})
         for x, y in zip(at, points, strict=True):
             if y is not None:
                 top = y.high if isinstance(y, Interval) and y.high is not None else value_of(y)
