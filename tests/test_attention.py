@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_jax import attention
-from eagle3_jax.attention import attend, causal_mask
+from eagle3_jax.attention import causal_mask
 from eagle3_jax.flash import Sight, flash
+
+attend = jax.jit(attention.attend)
 
 
 def oracle(
@@ -119,7 +123,7 @@ def test_large_scores_do_not_overflow():
 def test_a_fully_masked_row_has_finite_gradients():
     q, k, v = random_case(6, B=1, T=3, R=3, N=2, K=1, H=4)
     mask = jnp.asarray(np.array([[[1, 0, 0], [0, 0, 0], [1, 0, 1]]], bool))
-    gradients = jax.grad(lambda *x: jnp.sum(jnp.square(attend(*x, mask))), argnums=(0, 1, 2))(*map(jnp.asarray, (q, k, v)))
+    gradients = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.square(attend(*x, mask))), argnums=(0, 1, 2)))(q, k, v)
     for gradient in gradients:
         assert np.all(np.isfinite(gradient))
     assert np.any(gradients[0][0, 0] != 0) or np.any(gradients[0][0, 2] != 0)
@@ -152,11 +156,8 @@ def test_any_mask(data: st.DataObject):
     mask = np.asarray(bits).reshape(B, T, T + 2)
     mask[:, np.arange(T), np.arange(T) + 2] = True
     cached = random_cache(seed, B, K, H, S, lengths)
-    got = jitted_attend(q, k, v, mask, cached)
+    got = attend(q, k, v, mask, cached)
     np.testing.assert_allclose(got, oracle(q, k, v, mask, cached), atol=1e-5)
-
-
-jitted_attend = jax.jit(attend)
 
 
 @pytest.mark.parametrize("dense", [64, 8])
@@ -167,11 +168,11 @@ def test_a_causal_pass_with_a_window(dense: int, monkeypatch: pytest.MonkeyPatch
     distance = np.arange(40)[:, None] - np.arange(40)[None]
     mask = (distance >= 0) & (distance < 7) & (segments[:, :, None] == segments[:, None])
     monkeypatch.setattr(attention, "DENSE_LENGTH", dense)
-    got = attention.attend_causal(q, k, v, jnp.asarray(segments), block=16, window=7)
+    got = jax.jit(partial(attention.attend_causal, block=16, window=7))(q, k, v, segments)
     np.testing.assert_allclose(got, oracle(q, k, v, mask), atol=2e-6)
     at = jnp.arange(40, dtype=jnp.int32)[None]
     sight = Sight(at, jnp.asarray(segments), jnp.asarray(segments), at - 6)
-    np.testing.assert_allclose(flash(q, k, v, sight, block=16)[0], oracle(q, k, v, mask), atol=2e-6)
+    np.testing.assert_allclose(jax.jit(partial(flash, block=16))(q, k, v, sight)[0], oracle(q, k, v, mask), atol=2e-6)
 
 
 def test_a_window_over_the_cache():

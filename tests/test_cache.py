@@ -125,7 +125,7 @@ def test_append_fills_the_last_slot():
     assert int(cache.lengths[0]) == 5
 
 
-@pytest.mark.parametrize("pieces", [(4, 6), (9, 1)])
+@pytest.mark.parametrize("pieces", [(4, 6), pytest.param((9, 1), marks=pytest.mark.slow)])
 def test_target_prefill_in_pieces(target: Target, pieces: tuple[int, ...]):
     """10 = 4 + 6 = 9 + 1: the same cache, logits and features as one pass."""
     whole, logits, features = prefill(target, PROMPT, 10)
@@ -135,7 +135,7 @@ def test_target_prefill_in_pieces(target: Target, pieces: tuple[int, ...]):
     np.testing.assert_allclose(parts_features, features, atol=1e-5)
 
 
-@pytest.mark.parametrize("pieces", [(4, 6), (9, 1)])
+@pytest.mark.parametrize("pieces", [(4, 6), pytest.param((9, 1), marks=pytest.mark.slow)])
 def test_draft_prefill_in_pieces(target: Target, draft: Eagle3Draft, pieces: tuple[int, ...]):
     _, _, features = fresh_prefill(target, PROMPT)
     g = draft_model.fuse(draft, jnp.asarray(features)[None])

@@ -18,6 +18,11 @@ from eagle3_jax.verify import coupled, walk
 SIZES = [(60, 7, 10), (10, 3, 4), (24, 5, 8), (6, 4, 1)]
 
 
+def sizes(*fast):
+    """All sizes; those not named are slow."""
+    return [size if size in fast else pytest.param(size, marks=pytest.mark.slow) for size in SIZES]
+
+
 @pytest.fixture(scope="module")
 def runs(golden):
     return json.loads((golden / "generate.json").read_text())["runs"]
@@ -42,7 +47,7 @@ def first_trees(target, draft, prompts, tree):
     return go(target, draft, request)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", sizes((60, 7, 10), (6, 4, 1)), ids=str)
 def test_first_tree_of_every_prompt(golden, golden_target, golden_draft, size):
     total, depth, top_k = size
     tree = Tree.official(total, depth, top_k)
@@ -65,7 +70,7 @@ def test_first_tree_of_every_prompt(golden, golden_target, golden_draft, size):
         assert accepted == int(want["accept_length"]) and int(walked.tokens[p, accepted]) == int(want["next_token"])
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", sizes((10, 3, 4), (6, 4, 1)), ids=str)
 def test_every_cycle_of_the_greedy_runs(golden, golden_target, golden_draft, runs, size):
     mine = [r for r in runs if (r["total_tokens"], r["depth"], r["top_k"]) == size]
     assert len(mine) == 3

@@ -78,6 +78,7 @@ def test_target_is_the_float_target_of_its_weights(tied):
     tokens = jnp.asarray([PROMPTS[0]], jnp.int32)
     positions = jnp.arange(7, dtype=jnp.int32)[None]
 
+    @jax.jit
     def logits(model):
         return target_model.logits(model, target_model.forward(model, tokens, positions, causal_mask(7)).hidden)
 

@@ -31,10 +31,10 @@ from eagle3_jax.training.trainer import Fixed, TrainConfig, new_state, split, tr
 from eagle3_jax.training.ttt import recipe
 
 # Two key/value heads, so that a tensor axis of two splits the attention of both models.
-SHAPE = dataclasses.replace(TARGET, num_kv_heads=2)
+SHAPE = dataclasses.replace(TARGET, num_kv_heads=2, num_layers=2)
 # Eight rows, of which the last batch of an epoch fills a few: devices whose rows are all padding add nothing.
 CONFIG = TrainConfig(
-    recipe=recipe("aligned", steps=3), steps=10, rows=8, row_tokens=24, row_slots=20, warmup=2, peak_lr=1e-3, accumulate=2, online=True
+    recipe=recipe("aligned", steps=2), steps=10, rows=8, row_tokens=24, row_slots=20, warmup=2, peak_lr=1e-3, accumulate=2, online=True
 )
 MESHES = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 
@@ -49,7 +49,7 @@ class Records(list):
 
 def models() -> tuple[Target, Eagle3Draft]:
     target = initialize(Target(SHAPE), jax.random.key(0))
-    draft = initialize(Eagle3Draft(DraftConfig.for_target(SHAPE, len(KEPT), (1, 2, 3))), jax.random.key(1))
+    draft = initialize(Eagle3Draft(DraftConfig.for_target(SHAPE, len(KEPT), (0, 1))), jax.random.key(1))
     draft.d2t[...] = jnp.asarray(KEPT)
     return target, draft
 
@@ -87,7 +87,7 @@ def alone() -> tuple[dict[str, np.ndarray], list[float]]:
 def test_ten_updates_on_eight_devices_are_those_of_one(alone, shape: tuple[int, int, int]):
     params, losses = run(shape, held_out=True)
     np.testing.assert_allclose(losses, alone[1], rtol=1e-5, atol=1e-5)
-    assert len(losses) == 10 + 9
+    assert len(losses) == 10 + 6
     for name, value in alone[0].items():
         np.testing.assert_allclose(params[name], value, rtol=0, atol=1e-5, err_msg=name)
 
@@ -158,7 +158,7 @@ def test_each_parameter_crosses_the_devices_once_a_batch():
     state = place_state(new_state(params, offline), draft.config, mesh)
     own = source(offline)
     batch = own.build(next(own.plan(Cursor()))[0])
-    known = dict(features=np.zeros((8, 24, 48), np.float32), hidden=np.zeros((8, 24, 16), np.float32), argmax=np.zeros((8, 24), np.int32))
+    known = dict(features=np.zeros((8, 24, 32), np.float32), hidden=np.zeros((8, 24, 16), np.float32), argmax=np.zeros((8, 24), np.int32))
     batch = jax.tree.map(lambda x: x[None], dataclasses.replace(batch, **known))
     batch = place_batch(batch, 8, mesh)
     counted = cost(train_step.lower(draft.config, offline, state, fixed, batch).compile().as_text())

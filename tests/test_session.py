@@ -16,12 +16,12 @@ NEXT = rng.integers(1, VOCAB, 12).tolist()
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target(max_position=1024, num_layers=2)
+    return tiny_target(max_position=1024)
 
 
 @pytest.fixture(scope="module")
 def drafts(target):
-    return {"plain": None, "head": tiny_draft(target, taps=(0, 1)), "model": e3.LanguageModelDraft.of(target, target)}
+    return {"plain": None, "head": tiny_draft(target), "model": e3.LanguageModelDraft.of(target, target)}
 
 
 @pytest.mark.parametrize("name", ["plain", "head", "model"])
@@ -91,8 +91,8 @@ def test_a_conversation_is_the_chat_template_over_all_turns(target, drafts, tmp_
     from eagle3_jax.decoding.conversation import Conversation
     from eagle3_jax.tokenizer import chat_ids
 
-    small = tiny_target(max_position=1024, num_layers=2, vocab_size=160)
-    head = tiny_draft(small, taps=(0, 1))
+    small = tiny_target(max_position=1024, vocab_size=160)
+    head = tiny_draft(small)
     save_word_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
     talk = Conversation(small, head, tokenizer, system="w9")

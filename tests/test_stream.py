@@ -34,12 +34,12 @@ def flat(parts):
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target(max_position=1024, num_layers=2)
+    return tiny_target(max_position=1024)
 
 
 @pytest.fixture(scope="module")
 def draft(target):
-    return tiny_draft(target, taps=(0, 1))
+    return tiny_draft(target)
 
 
 def test_widths_of_chunks():
@@ -98,22 +98,21 @@ def test_streams_give_the_tokens_of_generate(target, draft, tree):
         assert stream.output == want and stream.first_token_seconds > 0
 
 
-def test_long_prompts_and_long_answers(target, draft):
+@pytest.mark.parametrize("tree", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
+def test_long_prompts_and_long_answers(target, draft, tree):
     """700 tokens by chunks beside short rows, and more new tokens than a buffer holds: as one program gives them, to the context's end."""
     prompts = [rng.integers(1, VOCAB, 700).tolist(), PROMPTS[0], [1]]
     limits = [2000, 200, 300]
     request, config = prepare(target, None, prompts, limits, **MIXED)
     whole = read(run(target, None, request, config))
     assert list(map(len, whole.tokens))[::2] == [324, 300]
-    for tree in (CHAIN, TREE):
-        got = e3.generate(target, draft, prompts, limits, tree=tree, record_trees=tree is CHAIN, **MIXED)
-        assert (got.tokens, got.finish_reasons) == (whole.tokens, whole.finish_reasons)
-        assert [sum(row) for row in got.accept_lengths] == [len(row) - 1 for row in whole.tokens]
-        if tree is CHAIN:
-            assert [len(trees) for trees in got.trees] == [len(row) for row in got.accept_lengths]
-            for row, trees in enumerate(got.trees):
-                roots = [whole.tokens[row][sum(got.accept_lengths[row][:c])] for c in range(len(trees))]
-                assert [tokens[0] for tokens, _ in trees] == roots  # each tree grows from the token before it
+    got = e3.generate(target, draft, prompts, limits, tree=tree, record_trees=True, **MIXED)
+    assert (got.tokens, got.finish_reasons) == (whole.tokens, whole.finish_reasons)
+    assert [sum(row) for row in got.accept_lengths] == [len(row) - 1 for row in whole.tokens]
+    assert [len(trees) for trees in got.trees] == [len(row) for row in got.accept_lengths]
+    for row, trees in enumerate(got.trees):
+        roots = [whole.tokens[row][sum(got.accept_lengths[row][:c])] for c in range(len(trees))]
+        assert [tokens[0] for tokens, _ in trees] == roots  # each tree grows from the token before it
 
 
 @pytest.mark.parametrize("kept", [pytest.param(True, marks=pytest.mark.slow), False], ids=["caches", "freed"])
@@ -198,7 +197,7 @@ def test_broken_targets_and_dead_drafts(target, draft):
 @pytest.mark.parametrize("program", ["advance", "feed"])
 def test_caches_are_updated_in_place(target, draft, program):
     """Every cache array that goes in comes out in the same memory, and the target's are not copied on the way."""
-    draft = tiny_draft(target, taps=(0, 1), num_kv_heads=1)  # so that its cache has another shape than the target's
+    draft = tiny_draft(target, num_kv_heads=1)  # so that its cache has another shape than the target's
     request, config = prepare(target, draft, PROMPTS[:1], 30, tree=CHAIN)
     parts = Segments(target, draft, request, config)
     if program == "feed":
@@ -260,8 +259,8 @@ def check_random_requests(target, draft, caplog, count, sampled):
 
 @pytest.mark.slow
 def test_no_retrace_over_200_requests_and_flat_memory_over_1000(caplog):
-    target = tiny_target(max_position=300, num_layers=2)
-    draft = tiny_draft(target, taps=(0, 1))
+    target = tiny_target(max_position=300)
+    draft = tiny_draft(target)
     e3.warmup(target, draft, longest_prompt=30, max_new_tokens=(16, 30), tree=CHAIN)
     check_random_requests(target, draft, caplog, 200, sampled=True)
     arrays, resident = [], []

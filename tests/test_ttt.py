@@ -25,6 +25,14 @@ D, A, V = TARGET.hidden_size, TARGET.hidden_size * len(TAPS), TARGET.vocab_size
 ALIGNED = recipe("aligned", steps=3)
 
 
+def itself(x: Any) -> Any:
+    return x
+
+
+unrolled = jax.jit(lambda draft, embed, batch, steps: unroll(draft, embed, batch, steps, itself), static_argnums=3)
+forward = jax.jit(draft_model.forward)
+
+
 def frozen(seed: int = 5) -> Frozen:
     a, b = jax.random.split(jax.random.key(seed))
     return Frozen(jax.random.normal(a, (V, D)), jax.random.normal(b, (D, len(KEPT))))
@@ -105,13 +113,13 @@ def simulate(draft: Eagle3Draft, embed: jax.Array, batch: Batch, slot: int, step
     T = batch.tokens.shape[1]
     g = draft_model.fuse(draft, jnp.asarray(batch.features[:1]))
     positions = jnp.arange(T, dtype=jnp.int32)[None]
-    a, kv = draft_model.forward(draft, embed, jnp.asarray(tokens[None, 1 : T + 1]), g, positions, jnp.tril(jnp.ones((1, T, T), bool)))
+    a, kv = forward(draft, embed, jnp.asarray(tokens[None, 1 : T + 1]), g, positions, jnp.tril(jnp.ones((1, T, T), bool)))
     x, states = a[:, slot : slot + 1], [np.asarray(a[0, slot])]
     for s in range(1, steps):
         # The cache of a decode ends at `slot`: later pairs do not exist yet.
         mask = np.concatenate([np.arange(T) <= slot, np.ones(s, bool)])[None, None]
         token, position = jnp.asarray([[tokens[slot + 1 + s]]]), jnp.asarray([[slot + s]], jnp.int32)
-        x, kv = draft_model.forward(draft, embed, token, x, position, jnp.asarray(mask), earlier=kv)
+        x, kv = forward(draft, embed, token, x, position, jnp.asarray(mask), earlier=kv)
         states.append(np.asarray(x[0, 0]))
     return states
 
@@ -130,7 +138,7 @@ def test_every_slot_and_step_equals_a_simulation_of_inference(padding: bool) -> 
     if not padding:
         batch = jax.tree.map(lambda x: x[:, :T], batch)
     draft, tables = tiny_draft(), frozen()
-    states = np.asarray(unroll(draft, tables.embed, batch, J, lambda x: x))
+    states = np.asarray(unrolled(draft, tables.embed, batch, J))
     for slot in range(T):
         # Beyond the end both read token 0.
         for s, want in enumerate(simulate(draft, tables.embed, blank(batch, T), slot, J)):
@@ -238,7 +246,7 @@ def test_padding_is_never_read(name: str) -> None:
 @pytest.mark.parametrize("gathered", [False, True])
 def test_rows_without_anything_to_learn_are_finite(name: str, gathered: bool) -> None:
     """An all-padding row, a sample of length 1, a chat cut before its answer, no supervised token at all."""
-    rule = recipe(name, steps=3)
+    rule = recipe(name, steps=4)
     nothing = make([[0, 0, 0, 0, 0], [0], [1]], lengths=[0, 1, 1])
     cases = {"nothing": nothing, "one good row": make([[0, 1, 1, 1, 1], [0], [0, 0, 0], [0] * 5], lengths=[5, 1, 3, 0])}
     for label, batch in cases.items():
@@ -284,10 +292,10 @@ def test_teacher_outside_the_draft_vocabulary() -> None:
 def test_the_state_fed_back_is_not_normed() -> None:
     """With a final norm of weight 3 the unroll still equals decoding, and its states do not depend on that weight at all."""
     draft, batch, tables = tiny_draft(), make([[0, 1, 1, 1, 1, 1]]), frozen()
-    plain = np.asarray(unroll(draft, tables.embed, batch, 3, lambda x: x))
+    plain = np.asarray(unrolled(draft, tables.embed, batch, 3))
     values = parameters(draft)
     draft = join(draft.config, {**values, "norm": values["norm"] * 3}, {})
-    np.testing.assert_array_equal(np.asarray(unroll(draft, tables.embed, batch, 3, lambda x: x)), plain)
+    np.testing.assert_array_equal(np.asarray(unrolled(draft, tables.embed, batch, 3)), plain)
     for s, want in enumerate(simulate(draft, tables.embed, batch, 2, 3)):
         np.testing.assert_allclose(plain[s, 0, 2], want, rtol=1e-5, atol=1e-6)
 
@@ -300,7 +308,7 @@ def test_accuracy_and_survival() -> None:
     draft = join(draft.config, values, {})
     right = np.asarray([0, 1, 1, 1, 0, 1, 1], bool)  # teacher at position i says draft id 0
     batch.argmax[0, : len(right)] = np.where(right, KEPT[0], KEPT[1])
-    metrics = ttt_loss(draft, frozen(), batch, ALIGNED)[1]
+    metrics = differentiate(batch, ALIGNED, draft)[1]
     # Step s of slot i is judged by position i + 1 + s; slots 0..4, 0..3, 0..2.
     np.testing.assert_array_equal(metrics.slots, [5, 4, 3])
     np.testing.assert_array_equal(metrics.correct, [4, 3, 2])
@@ -329,7 +337,7 @@ def test_chunking_changes_nothing() -> None:
 
     def run(chunk: int) -> Any:
         loss = lambda n, h: head_loss("kl", n, h, teacher, frozen().teacher_head, weight, label, chunk)  # noqa: E731
-        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(n, head)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(n, head)
 
     one, other = run(10), run(4)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -354,7 +362,7 @@ def test_feature_loss_draws_the_state_to_the_next_feature() -> None:
     rule = dataclasses.replace(plain, feature_weight=2.0, logit_weight=0.1, train_head=False, train_fusion=False)
     draft = tiny_draft()
     total, metrics, grads = differentiate(batch, rule, draft)
-    states = np.asarray(unroll(draft, frozen().embed, batch, 2, lambda x: x))
+    states = np.asarray(unrolled(draft, frozen().embed, batch, 2))
     masks = np.asarray(scored(rule, batch.response, batch.segments, batch.valid))
     wanted = 0.0
     for s in range(2):

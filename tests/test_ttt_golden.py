@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,11 @@ class Case:
         return Batch(**{name: jnp.asarray(value) for name, value in arrays.items()})
 
 
-def gathered(rule: Recipe, response: np.ndarray, segments: np.ndarray, valid: np.ndarray, spare: int = 3) -> np.ndarray:
-    """int32 [B, C]: only the slots scored at some step, and a few unused entries."""
+def gathered(rule: Recipe, response: np.ndarray, segments: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """int32 [B, T]: only the slots scored at some step, behind unused entries; as many as without gathering, so that programs are few."""
     any_step = scored(rule, response, segments, valid).any(0)
-    slots = np.full((len(response), any_step.sum(1).max() + spare), -1, np.int32)
+    slots = np.full(response.shape, -1, np.int32)
+    assert any_step.sum(1).max() < slots.shape[1]
     for b, row in enumerate(any_step):
         index = np.flatnonzero(row)
         slots[b, slots.shape[1] - len(index) :] = index
@@ -97,13 +99,16 @@ def case(golden: Path) -> Case:
     return Case(golden)
 
 
-def run(case: Case, batch: Batch, rule: Recipe) -> tuple[float, Metrics, dict[str, np.ndarray]]:
-    graph, params, rest = nnx.split(case.draft, nnx.Param, ...)
-
+@partial(jax.jit, static_argnames=("graph", "rule"))
+def differentiate(graph: Any, params: Any, rest: Any, tables: Frozen, batch: Batch, rule: Recipe) -> Any:
     def loss(params: Any) -> tuple[jax.Array, Metrics]:
-        return ttt_loss(nnx.merge(graph, params, rest), case.frozen, batch, rule)
+        return ttt_loss(nnx.merge(graph, params, rest), tables, batch, rule)
 
-    (total, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def run(case: Case, batch: Batch, rule: Recipe) -> tuple[float, Metrics, dict[str, np.ndarray]]:
+    (total, metrics), grads = differentiate(*nnx.split(case.draft, nnx.Param, ...), case.frozen, batch, rule)
     return (
         float(total),
         jax.tree.map(np.asarray, metrics),

@@ -18,7 +18,7 @@ def tiny_target(seed=0, max_position=256, **changes):
             "vocab_size": VOCAB,
             "hidden_size": 32,
             "intermediate_size": 48,
-            "num_layers": 3,
+            "num_layers": 2,
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_dim": 8,
@@ -35,7 +35,7 @@ def tiny_target(seed=0, max_position=256, **changes):
 
 
 def tiny_draft(target, seed=1, draft_vocab_size=DRAFT_VOCAB, **changes):
-    config = DraftConfig.for_target(target.config, draft_vocab_size, **changes)
+    config = DraftConfig.for_target(target.config, draft_vocab_size, **{"taps": (0, 1), **changes})
     draft = initialize(Eagle3Draft(config), jax.random.key(seed))
     values = {name: variable.get_value() for name, variable in named_variables(draft)}
     kept = np.sort(np.random.default_rng(seed).permutation(target.config.vocab_size)[: config.draft_vocab_size])
