@@ -94,7 +94,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def add_paths(parser: argparse.ArgumentParser, source: str) -> None:
     parser.add_argument("source", help=source)
     parser.add_argument("out", help="folder to write; it appears whole or not at all")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model that is in the folder already")
+    text = "write although the folder is there: a head replaces the one in it, a target all of it"
+    parser.add_argument("--overwrite", action="store_true", help=text)
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:

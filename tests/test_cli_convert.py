@@ -102,6 +102,11 @@ def test_inspect_a_head(folder: Path, capsys: pytest.CaptureFixture):
     text = capsys.readouterr().out
     for words in ("an EAGLE-3 head", "official", "[2, 4, 5]", '"float16": 13', "vocabulary 10, 8 blocks", "It loads."):
         assert words in text
+    for name in ("smollm2-135m", "some/where.gguf"):
+        text = model_card(make_head().config, "official", target_name=name)
+        assert f"eagle3-convert target {name} TARGET" in text
+        assert "vllm serve TARGET " in text
+        assert "--model-path TARGET " in text
     assert "odd:" not in text
 
 
@@ -115,6 +120,7 @@ def test_inspect_a_head(folder: Path, capsys: pytest.CaptureFixture):
         ({"tie_word_embeddings": True}, {}, "tie_word_embeddings is set"),
         ({"norm_before_residual": True}, {}, "SGLang ignores it without a word"),
         ({}, {"embed_tokens.weight": np.ones((10, 8), np.float16)}, "SGLang uses the target's in its place"),
+        ({"eagle_taps": [5, 2, 4], TAP_IDS: None, "eagle_config": None}, {}, "taps (5, 2, 4) do not ascend"),
         ({}, {"fc.weight": np.zeros((8, 24), np.float16)}, "'fc.weight' is constant"),
         ({}, {"norm.weight": np.ones(8, np.float32)}, "stored in several types"),
         ({}, {"d2t": np.zeros(4, np.int64), "t2d": np.arange(10) < 4}, "most likely never filled"),
@@ -259,3 +265,8 @@ def test_a_card_says_what_is_known_and_what_is_not():
     text = model_card(own.config, "specforge", acceptance=["2.1 tokens per cycle, chain of 3."], recipe="A recipe.")
     for words in ("2.1 tokens per cycle", "A recipe.", "the head's own", "500000, scaled", "SGLang puts the target's embedding"):
         assert words in text
+    for name in ("smollm2-135m", "some/where.gguf"):
+        text = model_card(make_head().config, "official", target_name=name)
+        assert f"eagle3-convert target {name} TARGET" in text
+        assert "vllm serve TARGET " in text
+        assert "--model-path TARGET " in text

@@ -161,6 +161,7 @@ def test_a_head_trained_further(target: Path, conversations: Path, tmp_path: Pat
         (("--row-slots", "65"), "row_slots 65 exceeds row_tokens 64"),
         (("--recipe", "specfrog"), "specfrog"),
         (("--decode-every", "2", "--hold-out", "0"), "hold_out is 0"),
+        (("--taps", "2", "1", "3"), "taps (2, 1, 3) (vLLM and SGLang hand the states over in ascending order)"),
         (("--start", "some/head"), "start some/head: an existing head brings its draft vocabulary and taps along"),
     ],
 )

@@ -19,7 +19,7 @@ from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import fill, named_variables
 from eagle3_jax.target import Target
 from eagle3_jax.weights import WeightsError, load_draft, load_head, save_head
-from eagle3_jax.weights.dialects import DIALECTS, detect
+from eagle3_jax.weights.dialects import DIALECTS, detect, suited
 
 NARROW = {"hidden_size": 6, "own_embedding": True}
 LATER = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -105,6 +105,7 @@ def test_what_each_dialect_writes(tmp_path: Path):
         ("official", {"taps": (2, 4)}, "2 taps"),
         *((dialect, {"taps": (2, 4, 8)}, "tap 8, the final normed state") for dialect in ("official", "speculators")),
         ("specforge", {"taps": (0, 4, 5)}, r"specforge dialect cannot carry tap 0"),
+        *((dialect, {"taps": (4, 2, 5)}, r"taps \(4, 2, 5\) \(vLLM and SGLang") for dialect in DIALECTS),
         ("speculators", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc together with fc_norm"),
     ],
 )
@@ -116,6 +117,13 @@ def test_what_a_dialect_cannot_carry_is_refused(dialect: str, changes: dict[str,
     with pytest.raises(WeightsError, match=r"'other' is unknown \(known: official, specforge, speculators\)"):
         save(make_head(), tmp_path / "head", "other")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dialect_that_suits_a_head():
+    chosen = {"official": {}, "specforge": {"norm_output": True}, "speculators": {"taps": (0, 3)}}
+    assert all(suited(make_head(**changes).config).name == name for name, changes in chosen.items())
+    with pytest.raises(WeightsError, match=r"official not taps .*; specforge not taps .*; speculators not taps"):
+        suited(make_head(taps=(4, 2, 5)).config)
 
 
 def test_the_final_state_is_named_only_where_no_other_reader_looks(tmp_path: Path):

@@ -18,6 +18,7 @@ from eagle3_jax.config import RopeConfig
 from eagle3_jax.layers import inverse_frequencies
 from eagle3_jax.weights import WeightsError, load_target
 from eagle3_jax.weights.gguf import GGUFFile, unpermute
+from eagle3_jax.weights.inspection import inspect
 
 # Blocks of 32 weights along a row.
 WIDE = BASE | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -65,7 +66,15 @@ def test_a_sliding_window_is_read(tmp_path: Path):
     path = write(tmp_path / "model.gguf", config, {"llama.attention.sliding_window": 8})
     folder = load_target(write_folder(tmp_path / "hf", config, tensors_of(config)))
     assert load_target(path).config.windows == folder.config.windows == (8, 8)
-    assert load_target(write(tmp_path / "none.gguf", config)).config.windows == ()
+
+
+def test_a_sliding_window_that_a_file_does_not_name_is_none_and_said(tmp_path: Path):
+    """llama.cpp's converter drops Mistral's window and llama.cpp reads every position: so is it read here."""
+    for name, window, odd in (("Mistral-7B-v0.1", None, True), ("Mistral-7B-v0.1", 8, False), ("Llama", None, False)):
+        metadata = {"general.name": name, "llama.attention.sliding_window": window}
+        path = write(tmp_path / "model.gguf", config_of("mistral_window"), metadata)
+        assert load_target(path).config.windows == ((8, 8) if window else ())
+        assert any("a Mistral without a sliding window" in text for text in inspect(path).odd) == odd
 
 
 # Largest error as a share of a row's largest weight: half a step of each type.

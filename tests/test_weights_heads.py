@@ -20,7 +20,7 @@ from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import fill, named_variables
 from eagle3_jax.target import Target
 from eagle3_jax.weights import WeightsError, load_draft, load_head, save_head
-from eagle3_jax.weights.dialects import head_rows
+from eagle3_jax.weights.dialects import DIALECTS, head_rows
 
 TARGET = TargetConfig(
     vocab_size=10,
@@ -270,15 +270,19 @@ def entering(powers_target: Target) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("taps", "numbers"),
-    [(None, [11, 1111, 11111]), ((0, 1, 7), [0, 1, 1111111]), ((2, 3, 6), [11, 111, 111111]), ((7, 1, 3), [1111111, 1, 111])],
+    [(None, [11, 1111, 11111]), ((0, 1, 7), [0, 1, 1111111]), ((2, 3, 6), [11, 111, 111111])],
 )
 def test_taps_are_stored_and_mean_the_state_entering_the_block(
     taps: tuple[int, ...] | None, numbers: list[int], powers_target: Target, entering: np.ndarray, tmp_path: Path
 ):
-    folder = save_head(make_head(target=powers_target.config, taps=taps), tmp_path / "head")
-    head = load_draft(folder, powers_target)
-    assert head.config.taps == (taps or (2, 4, 5))
-    np.testing.assert_array_equal(entering[list(head.config.taps)], numbers)
+    made = make_head(target=powers_target.config, taps=taps)
+    able = [dialect for dialect in DIALECTS.values() if not dialect.reasons(made.config)]
+    assert len(able) == (2 if taps == (0, 1, 7) else 3)
+    for dialect in able:
+        folder = save_head(made, tmp_path / dialect.name, dialect=dialect.name, target_name="some/target")
+        head = load_draft(folder, powers_target)
+        assert head.config.taps == (taps or (2, 4, 5))
+        np.testing.assert_array_equal(entering[list(head.config.taps)], numbers)
 
 
 def test_a_head_without_stored_taps_gets_the_official_default_or_those_named(folder: Path):
@@ -352,6 +356,12 @@ def test_a_head_is_not_overwritten_by_accident(folder: Path):
     np.testing.assert_array_equal(load_head(folder, TARGET).d2t[...], [1, 2, 3, 4])
     assert sorted(p.name for p in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert [p.name for p in folder.parent.iterdir()] == ["head"]
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    with pytest.raises(WeightsError, match="not empty"):
+        save_head(make_head(), folder)
+    (folder / "README.md").unlink()
+    assert load_head(save_head(make_head(), folder), TARGET).config == make_head().config
 
 
 def test_nothing_is_left_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,10 +19,14 @@ from test_weights_gguf import write
 from test_weights_target import shard
 from tiny_checkpoints import BASE, config_of, tensors_of, write_folder
 
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.decode import Request, cycle
+from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import count_parameters, named_variables
-from eagle3_jax.sharding import make_mesh, module_specs
+from eagle3_jax.sharding import make_mesh, module_specs, on_mesh_of
 from eagle3_jax.target import Target
+from eagle3_jax.tpu_plan import abstract_decoding
+from eagle3_jax.tree import Tree
 from eagle3_jax.weights import load_target
 from eagle3_jax.weights.hf_target import hf_rows
 from eagle3_jax.weights.tensor_files import TensorFiles
@@ -113,6 +117,22 @@ def test_large_targets_by_their_shapes(raw: dict[str, Any], parameters: int):
         assert each == (parameters - norms) // 8 + norms, axes
 
 
+@pytest.mark.parametrize("raw", [LLAMA_8B, LLAMA_70B], ids=["8B", "70B"])
+def test_large_targets_lower_onto_a_mesh(raw: dict[str, Any]):
+    """A cycle of such a target and a head, from shapes alone: a program for eight devices, and caches of the size that went in."""
+    config, mesh = TargetConfig.from_hf(raw), make_mesh(fsdp=2, tensor=4)
+    head = DraftConfig.for_target(config, 32000)
+    state, arguments, decoding = abstract_decoding(config, head, Tree(nodes=8, depth=3, width=3), 2, 1024, mesh, sampled=False)
+
+    def one(target: Target, draft: Eagle3Draft, request: Request, state: Any) -> Any:
+        with on_mesh_of(target):
+            return cycle(target, draft, request, decoding, state)
+
+    lowered = jax.jit(one).lower(*arguments, state)
+    assert "num_partitions = 8" in lowered.as_text()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), lowered.out_info) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
 PEAK = """
 import json, os, sys, threading
 import jax
@@ -165,7 +185,6 @@ def test_mesh_is_no_more_than_a_place(tmp_path: Path):
     """The tokens of a causal pass on the mesh and on one device."""
     from eagle3_jax import target as target_module
     from eagle3_jax.attention import causal_mask
-    from eagle3_jax.sharding import on_mesh_of
 
     folder = write_folder(tmp_path, EVEN, tensors_of(EVEN))
 

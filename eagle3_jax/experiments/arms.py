@@ -29,6 +29,7 @@ from eagle3_jax.training.ttt import Recipe, recipe
 from eagle3_jax.training.writers import JsonLines
 from eagle3_jax.tree import Chain
 from eagle3_jax.weights import load_draft, save_head
+from eagle3_jax.weights.dialects import suited
 from eagle3_jax.whole_file import write_json
 
 
@@ -108,9 +109,7 @@ def run_arm(material: Material, arm: Arm) -> ArmResult:
         train_seconds=seconds,
         cycle_seconds=cycle,
     )
-    # Of the flat dialects one has no name for the last block's output as a tap, the other none for the embedding.
-    dialect = "specforge" if draft.config.taps[-1] == material.target.config.num_layers else "official"
-    save_head(draft, folder / "head", dtype="float32", overwrite=True, dialect=dialect)
+    save_head(draft, folder / "head", dtype="float32", overwrite=True, dialect=suited(draft.config).name)
     write_json(file, {"about": about, "result": dataclasses.asdict(result)})
     return result
 

@@ -39,6 +39,7 @@ from eagle3_jax.training.writers import JsonLines, TensorBoard, WeightsAndBiases
 from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import tree_name
 from eagle3_jax.weights import load_draft, load_target, save_head
+from eagle3_jax.weights.dialects import suited
 from eagle3_jax.weights.model_card import model_card
 
 STARTS = ("random", "target-head")
@@ -110,6 +111,7 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     training, held_out = select_examples(job, config)
     draft, frozen = beginning(job, config, target, training, given)
     draft_config, kept = draft.config, np.asarray(draft.d2t[...])
+    dialect = suited(draft_config).name  # asked now: a head that no file can hold must not be trained first
     features = identity(target, draft_config.taps, training, job.max_tokens)
     alone = jax.process_count() == 1
     if alone or config.online:
@@ -167,7 +169,7 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
         checkpoints.close()
     card = head_card(job, config, draft_config, len(training.examples), len(held_out.examples), figures)
     if is_first():
-        save_head(trained, out / "head", overwrite=True, target_name=job.target, card=card)
+        save_head(trained, out / "head", overwrite=True, dialect=dialect, target_name=job.target, card=card)
     wait_for_all("head")
     return out / "head"
 
@@ -178,7 +180,7 @@ def head_card(job: TrainJob, config: TrainConfig, draft: DraftConfig, training: 
     prompts = f"{job.decode_prompts} held-out prompts, {job.decode_tokens} tokens each"
     return model_card(
         draft,
-        "official",
+        suited(draft).name,
         target_name=job.target,
         data=f"{training:,} conversations of `{Path(job.data).name}`; {held_out:,} more were held out.",
         recipe=f"`{config.recipe.name}`, {config.recipe.steps} unrolled steps, decay {config.recipe.decay:g}; {config.steps:,} updates of "

@@ -70,9 +70,14 @@ class Dialect:
     refuse: Callable[[DraftConfig], list[str]]
     write: Callable[[DraftConfig, str, str | None], dict[str, Any]]
 
+    def reasons(self, config: DraftConfig) -> list[str]:
+        """Why a head cannot be written in this dialect; nothing where it can."""
+        falling = [f"taps {config.taps} (vLLM and SGLang hand the states over in ascending order)"]
+        return self.refuse(config) + (falling if list(config.taps) != sorted(config.taps) else [])
+
     def check(self, config: DraftConfig) -> None:
         """Raises WeightsError naming what this dialect cannot carry."""
-        reasons = self.refuse(config)
+        reasons = self.reasons(config)
         if reasons:
             raise WeightsError(f"the {self.name} dialect cannot carry {'; nor '.join(reasons)}")
 
@@ -264,6 +269,16 @@ DIALECTS: dict[str, Dialect] = {
         Dialect("speculators", "layers.0.", "entering", {"norm_before_residual": True}, _speculators_refuses, _speculators),
     )
 }
+
+
+def suited(config: DraftConfig) -> Dialect:
+    """The first dialect that can carry a head, official before the others. WeightsError says why none can."""
+    refused = {name: dialect.reasons(config) for name, dialect in DIALECTS.items()}
+    able = next((name for name, reasons in refused.items() if not reasons), None)
+    if able is None:
+        texts = (f"{name} not {' nor '.join(reasons)}" for name, reasons in refused.items())
+        raise WeightsError(f"no dialect can carry this head: {'; '.join(texts)}")
+    return DIALECTS[able]
 
 
 def dialect_named(name: str) -> Dialect:

@@ -106,7 +106,10 @@ class GGUFFile:
 
 
 def gguf_config(file: GGUFFile) -> TargetConfig:
-    """The target's shape from the file's metadata. Raises WeightsError for another architecture, rope type or a split file."""
+    """The target's shape from the file's metadata. Raises WeightsError for another architecture, rope type or a split file.
+
+    A sliding window that the file does not name is none, as llama.cpp has it: `window_is_lost` says when there may have been one.
+    """
     kind = file.need("general.architecture")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise WeightsError(f"{file.path}: general.architecture {kind!r} is not supported (supported: {', '.join(ARCHITECTURES)})")
@@ -152,6 +155,12 @@ def gguf_config(file: GGUFFile) -> TargetConfig:
         eos_token_ids=tuple(sorted({special[name] for name in ("eos", "eot")} - {None})),
         model_type="mistral" if kind == "llama" and window else kind,
     )
+
+
+def window_is_lost(file: GGUFFile) -> bool:
+    """Whether a file is a Mistral's by its names and says nothing of a sliding window, which llama.cpp's converter leaves out."""
+    names = [str(file.get(f"general.{key}", "")).lower() for key in ("name", "basename", "architecture")]
+    return any("mistral" in name for name in names) and file.get(f"{file.need('general.architecture')}.attention.sliding_window") is None
 
 
 def load_gguf(path: Path, dtype: np.dtype, mesh: Mesh | None = None) -> Target:

@@ -154,7 +154,7 @@ def save_head(
     target_name: the target's hub id or folder, which the speculators dialect stores. card: see `model_card`.
     embedding: the target's table [V, D], written too where the head has none of its own (the speculators package fills a missing one
     from the target, but not reliably).
-    The folder appears complete or not at all. Raises WeightsError for a folder that already holds a head (unless `overwrite`),
+    The folder appears complete or not at all. Raises WeightsError for a folder that is there and not empty (unless `overwrite`),
     what the dialect cannot carry, a weight that is not finite in `dtype`, or an extra key that contradicts the head.
     """
     from safetensors.numpy import save_file
@@ -162,8 +162,8 @@ def save_head(
     folder = Path(folder).absolute()
     if dtype not in STORED_DTYPES:
         raise WeightsError(f"dtype {dtype!r} is not supported (supported: {', '.join(STORED_DTYPES)})")
-    if not overwrite and any((folder / name).exists() for name in ("config.json", SINGLE)):
-        raise WeightsError(f"{folder}: already holds a model; pass overwrite=True to replace it")
+    if not overwrite and folder.exists() and any(folder.iterdir()):
+        raise WeightsError(f"{folder}: is there already and not empty; pass overwrite=True to write the head into it")
     language = dialect_named(dialect)
     language.check(draft.config)
     if dialect == "speculators" and target_name is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from eagle3_jax.config import HEAD_VARIANTS, TAP_IDS, DraftConfig, TargetConfig, default_taps
 from eagle3_jax.weights.dialects import EMBEDDING, PREFIXES, head_rows, layer_prefix
-from eagle3_jax.weights.gguf import GGUFFile, gguf_config
+from eagle3_jax.weights.gguf import GGUFFile, gguf_config, window_is_lost
 from eagle3_jax.weights.heads import HeadFiles
 from eagle3_jax.weights.hf_target import hf_config
 from eagle3_jax.weights.table import WeightsError, check_keys
@@ -39,7 +39,7 @@ def inspect(path: Path, target: TargetConfig | None = None, **reading: Any) -> I
     target: what a head is checked against; None: a target as the head itself describes it.
     """
     if path.suffix == ".gguf" and path.is_file():
-        return _target(path, lambda: gguf_config(GGUFFile(path)))
+        return _target(path, lambda: gguf_config(GGUFFile(path)), lambda: _odd_gguf(GGUFFile(path)))
     if not path.is_dir():
         raise WeightsError(f"{path}: expected a folder or a .gguf file")
     return _head(path, target, **reading) if is_head(path) else _target(path, lambda: hf_config(path))
@@ -74,9 +74,15 @@ def stand_in(flat: Mapping[str, Any]) -> TargetConfig:
     )
 
 
-def _target(path: Path, read: Any) -> Inspection:
+def _odd_gguf(file: GGUFFile) -> list[str]:
+    if not window_is_lost(file):
+        return []
+    return ["a Mistral without a sliding window: every position is read, as in llama.cpp; version 0.1's window of 4096 is in no such file"]
+
+
+def _target(path: Path, read: Callable[[], TargetConfig], look: Callable[[], list[str]] = list) -> Inspection:
     try:
-        config: TargetConfig = read()
+        config = read()
     except ValueError as error:
         return Inspection(str(path), "target", {}, [], str(error))
     facts = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "rope"}
@@ -84,6 +90,7 @@ def _target(path: Path, read: Any) -> Inspection:
     if config.num_layers >= 3:
         facts["default taps of a head"] = list(default_taps(config.num_layers))
     odd = [] if config.eos_token_ids else ["no stop id is named anywhere: answers end at the limit only"]
+    odd += look()
     return Inspection(str(path), "target", facts, odd, None)
 
 
@@ -174,6 +181,8 @@ def _odd_config(config: DraftConfig, files: HeadFiles, target: TargetConfig | No
     nested = (flat.get("eagle_config") or {}).get(TAP_IDS)
     if not taps and not nested and not flat.get(TAP_IDS) and not flat.get("eagle_taps"):
         odd.append("no taps are stored: the official default is assumed")
+    if list(config.taps) != sorted(config.taps):
+        odd.append(f"the taps {config.taps} do not ascend: vLLM and SGLang would hand the states over in ascending order")
     if nested and not flat.get(TAP_IDS):
         odd.append(f"tap ids only inside eagle_config ({json.dumps(nested)}): SGLang reads them as block outputs, vLLM as block inputs")
     if not (flat.get("rope_theta") or (flat.get("rope_parameters") or {}).get("rope_theta")):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.weights.builtin import BUILTIN_MODELS
 from eagle3_jax.weights.source import HUB_ID
 
 UNMEASURED = "Not measured by whoever wrote this card; `eagle3-convert verify` measures it."
@@ -64,6 +65,9 @@ def model_card(
     lines += ["", "## How to load it", "", "HEAD stands for this folder or its id on the hub.", ""]
     lines += ["eagle3_jax:", "", "```python", "import eagle3_jax as e3", ""]
     lines += [f'target = e3.load_target("{target}")', 'draft = e3.load_draft("HEAD", target)', "```", ""]
+    if target in BUILTIN_MODELS or target.endswith(".gguf"):
+        lines += [f"vLLM and SGLang want the target as a folder: `eagle3-convert target {target} TARGET` writes one.", ""]
+        target = "TARGET"
     settings = json.dumps({"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3})
     lines += [
         "vLLM:",

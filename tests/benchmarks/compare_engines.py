@@ -73,7 +73,9 @@ def vllm(args: argparse.Namespace, drafts: int | None) -> Answer:
     speculative = None
     if drafts is not None:
         speculative = {"method": "eagle3", "model": str(Path(args.head).absolute()), "num_speculative_tokens": drafts}
-    model = LLM(model=args.target, dtype="float32", max_model_len=2048, speculative_config=speculative)
+    # Every prompt is asked twice, and no other engine remembers it.
+    options = {"dtype": "float32", "max_model_len": 2048, "enable_prefix_caching": False}
+    model = LLM(model=args.target, speculative_config=speculative, **options)
 
     def answer(ids: list[int], new: int) -> list[int]:
         settings = SamplingParams(temperature=0.0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
