@@ -159,8 +159,8 @@ def gguf_config(file: GGUFFile) -> TargetConfig:
 
 def window_is_lost(file: GGUFFile) -> bool:
     """Whether a file is a Mistral's by its names and says nothing of a sliding window, which llama.cpp's converter leaves out."""
-    names = [str(file.get(f"general.{key}", "")).lower() for key in ("name", "basename", "architecture")]
-    return any("mistral" in name for name in names) and file.get(f"{file.need('general.architecture')}.attention.sliding_window") is None
+    named = any("mistral" in str(file.get(f"general.{key}", "")).lower() for key in ("name", "basename"))
+    return named and file.get(f"{file.need('general.architecture')}.attention.sliding_window") is None
 
 
 def load_gguf(path: Path, dtype: np.dtype, mesh: Mesh | None = None) -> Target:
