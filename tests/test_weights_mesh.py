@@ -117,7 +117,7 @@ def test_large_targets_by_their_shapes(raw: dict[str, Any], parameters: int):
         assert each == (parameters - norms) // 8 + norms, axes
 
 
-@pytest.mark.parametrize("raw", [LLAMA_8B, LLAMA_70B], ids=["8B", "70B"])
+@pytest.mark.parametrize("raw", [LLAMA_8B, pytest.param(LLAMA_70B, marks=pytest.mark.slow)], ids=["8B", "70B"])
 def test_large_targets_lower_onto_a_mesh(raw: dict[str, Any]):
     """A cycle of such a target and a head, from shapes alone: a program for eight devices, and caches of the size that went in."""
     config, mesh = TargetConfig.from_hf(raw), make_mesh(fsdp=2, tensor=4)
