@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 from test_weights_heads import make_head
 
+from eagle3_jax.bench.evaluate import acceptance
+from eagle3_jax.bench.lossless import Settings, compare
+from eagle3_jax.bench.prompt_sets import read_sets
 from eagle3_jax.convert import convert_head, convert_target
+from eagle3_jax.decoding.generate import Output, generate
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.evaluate import acceptance
-from eagle3_jax.generate import Output, generate
-from eagle3_jax.lossless import Settings, compare
 from eagle3_jax.params import fill, named_variables
-from eagle3_jax.prompt_sets import read_sets
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import chat_ids, load_tokenizer
 from eagle3_jax.tree import Chain

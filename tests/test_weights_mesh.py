@@ -20,12 +20,12 @@ from test_weights_target import shard
 from tiny_checkpoints import BASE, config_of, tensors_of, write_folder
 
 from eagle3_jax.config import DraftConfig, TargetConfig
-from eagle3_jax.decode import Request, cycle
+from eagle3_jax.decoding.decode import Request, cycle
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.params import count_parameters, named_variables
+from eagle3_jax.pods.tpu_plan import abstract_decoding
 from eagle3_jax.sharding import make_mesh, module_specs, on_mesh_of
 from eagle3_jax.target import Target
-from eagle3_jax.tpu_plan import abstract_decoding
 from eagle3_jax.tree import Tree
 from eagle3_jax.weights import load_target
 from eagle3_jax.weights.hf_target import hf_rows
