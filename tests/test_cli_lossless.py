@@ -60,17 +60,16 @@ def test_a_fault_is_told(argv, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_slice_of_every_dimension(argv, tmp_path, monkeypatch):
-    """Greedy and sampled, a tree and what "auto" chooses, alone and together, on a mesh and not, as a stream and not."""
+    """A tree and what "auto" chooses, sampled, on a mesh and not, as a stream and not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # Made-up costs, by which drafting pays: the choice is then the acceptance's alone.
     monkeypatch.setattr(auto, "measure", lambda target, draft, batch: Costs(1, {1: 1.0, 64: 1.1}, {2: 0.01}, {1: 0.01}))
-    cases = ["--trees", "tree:16,4,4", "auto", "--temperatures", "0", "0.8", "--batches", "1", "4"]
-    ways = ["--meshes", "none", "data=2,tensor=2", "--streams", "no", "yes", "--max-new-tokens", "24"]
-    assert run_script(SCRIPT, *argv, *cases, *ways) == 0
+    ways = ["--trees", "tree:16,4,4", "auto", "--meshes", "none", "data=2,tensor=2", "--streams", "no", "yes"]
+    assert run_script(SCRIPT, *argv, "--temperatures", "0.8", *ways, "--max-new-tokens", "24") == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()][1:]
-    assert len({line["case"] for line in lines}) == 2**5
-    assert sum(line["positions"] for line in lines) > 2**5 * 4 * 20
-    assert min(line["acceptance_length"] for line in lines) > 1.2
+    assert len({line["case"] for line in lines}) == 2**3
+    assert {line["positions"] for line in lines} == {lines[0]["positions"]} and lines[0]["positions"] > 4 * 5
+    assert min(line["acceptance_length"] for line in lines) > 1.0, "a draft that is never right shows nothing"
 
 
 @pytest.mark.parametrize(
