@@ -142,16 +142,24 @@ def ttt_attend(
     sight: Sight,
     later: Sequence[tuple[jax.Array, jax.Array]],
     block: int | None = None,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of a training-time-test step (paper, figure 6), its memory linear in the length; returns [B, C, N, H].
 
     One joint float32 softmax over the keys of step 0 in `sight` and one key per later step, which only its own slot reads:
     later: per step 1..s, (k, v) [B, C, K, H] of the same C slots as the queries. block: see `flash`.
+    seen: int32, how many of `later` but its last count, the first ones; None: all.
     """
-    return _merge(q_BCNH, *flash(q_BCNH, k0_BTKH, v0_BTKH, sight, block), later)
+    return _merge(q_BCNH, *flash(q_BCNH, k0_BTKH, v0_BTKH, sight, block), later, seen)
 
 
-def _merge(q_BCNH: jax.Array, out_BCNH: jax.Array, logsum_BCN: jax.Array, later: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+def _merge(
+    q_BCNH: jax.Array,
+    out_BCNH: jax.Array,
+    logsum_BCN: jax.Array,
+    later: Sequence[tuple[jax.Array, jax.Array]],
+    seen: jax.Array | None,
+) -> jax.Array:
     """The softmax over the keys behind (out, logsum) and each slot's own later keys."""
     B, C, N, H = q_BCNH.shape
     exact = precision(q_BCNH.dtype)
@@ -160,6 +168,8 @@ def _merge(q_BCNH: jax.Array, out_BCNH: jax.Array, logsum_BCN: jax.Array, later:
         q = q_BCNH.reshape(B, C, K, N // K, H) * jnp.asarray(H**-0.5, q_BCNH.dtype)
         scores = [logsum_BCN.reshape(B, C, K, N // K)]
         scores += [jnp.einsum("BCKGH,BCKH->BCKG", q, k, precision=exact, preferred_element_type=jnp.float32) for k, _ in later]
+        if seen is not None:
+            scores[1:-1] = [jnp.where(i < seen, s, MASKED) for i, s in enumerate(scores[1:-1])]
         weights = jax.nn.softmax(jnp.stack(scores), axis=0)
         out_BCNH = weights[0].reshape(B, C, N, 1) * out_BCNH
         for weight, (_, v) in zip(weights[1:], later, strict=True):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.layers import precision
+from eagle3_jax.sharding import platform
 
 MASKED = -1e30
 """Score of a masked key: finite, so that a fully masked row has finite gradients."""
@@ -47,7 +48,7 @@ def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight,
     block: queries and keys of one block; None: as suits the backend (a CPU's caches want 128: 512 took 2.5 times as long).
     """
     if block is None:
-        block = 128 if jax.default_backend() == "cpu" else 512
+        block = 128 if platform() == "cpu" else 512
     B, C, N, H = q_BCNH.shape
     T, K = k_BTKH.shape[1:3]
     G = N // K

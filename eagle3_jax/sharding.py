@@ -212,6 +212,28 @@ def on_mesh_of(*trees: Any) -> Iterator[None]:
         yield
 
 
+def platform() -> str:
+    """The platform that the program at hand is for: that of its mesh, whose devices need not be there, else JAX's default."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or jax.default_backend()
+
+
+def gathered(module: M, prefix: str) -> M:
+    """The module with the parameters whose dotted path starts with `prefix` brought together over fsdp, split over tensor as they were.
+
+    For passes of many tokens. Left to itself, the partitioner would make a ring of small products of each such product.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["fsdp"] == 1:
+        return module
+    values = {name: variable.get_value() for name, variable in named_variables(module)}
+    for name, spec in module_specs(module, mesh).items():
+        if name.startswith(prefix):
+            whole = PartitionSpec(*(None if entry == "fsdp" else entry for entry in spec))
+            values[name] = jax.lax.with_sharding_constraint(values[name], whole)
+    return fill(module, values)
+
+
 def rows_are_split() -> bool:
     """Whether the program at hand runs on a mesh that deals rows out over its devices."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -13,7 +13,7 @@ from eagle3_jax.cache import BlockKV, Cache, empty_cache
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.params import param
-from eagle3_jax.sharding import constrain, lookup
+from eagle3_jax.sharding import constrain, gathered, lookup
 
 
 class TargetBlock(nnx.Module):
@@ -105,6 +105,8 @@ def forward(
         raise ValueError("a pass over a cache needs a mask")
     x = lookup(target.embed[...], tokens_BT)
     B, T, _ = x.shape
+    # A pass over whole texts has more tokens than weights have rows: the weights travel.
+    blocks = gathered(target, "blocks.").blocks if mask_BTT is None else target.blocks
     context_BT = None
     if prompt_B is not None and c.rope.kind == "dynamic":
         context_BT = jnp.maximum(positions_BT + 1, prompt_B if prompt_B.ndim == 2 else prompt_B[:, None])
@@ -116,7 +118,7 @@ def forward(
     narrowed = {w: _narrow(mask_BTT, positions_BT, passes, w) for w in set(windows)} if mask_BTT is not None else {}
     features: dict[int, jax.Array] = {}
     kv: list[BlockKV] = []
-    for i, block in enumerate(target.blocks):
+    for i, block in enumerate(blocks):
         if i in taps:
             features[i] = x
         u = rms_norm(x, block.attention_norm[...], c.rms_norm_eps)

@@ -100,8 +100,10 @@ ENTRY %main (a: f32[4,4]) -> (s32[], f32[4,4]) {
 
 
 def test_a_loop_whose_count_stands_in_its_condition():
-    """From 2 to 10: eight products of [4, 4] with [4, 4]. With another condition it is counted once, and said to be unknown."""
+    """From 2 to 10: eight products of [4, 4] with [4, 4], by steps of three three. With another condition it is counted once, and said to
+    be unknown."""
     assert cost(COUNTED).flops == 8 * 2 * 4 * 4 * 4
+    assert cost(COUNTED.replace("%one = s32[] constant(1)", "%one = s32[] constant(3)")).flops == 3 * 2 * 4 * 4 * 4
     unknown = cost(COUNTED.replace("direction=LT", "direction=NE"))
     assert (unknown.flops, unknown.unknown_loops) == (2 * 4 * 4 * 4, 1)
 

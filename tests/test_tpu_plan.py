@@ -11,10 +11,13 @@ import pytest
 from command_scripts import load_script, run_script
 
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.params import count_parameters
 from eagle3_jax.pods.topology import GIB, Chip, topology_devices
 from eagle3_jax.pods.tpu_plan import decoding_plan, decoding_shape, plan_table, training_plan, training_shape
 from eagle3_jax.shapes import LLAMA_31_8B, target_shape
 from eagle3_jax.sharding import make_mesh
+from eagle3_jax.target import Target
 from eagle3_jax.training.trainer import TrainConfig
 from eagle3_jax.training.ttt import recipe
 from eagle3_jax.tree import Chain
@@ -74,6 +77,7 @@ def test_a_decoding_cycle_for_v5e(libtpu: str | None):
     plan = decoding_plan(target, draft, Chain(3).tree, 1, 8192, mesh, chip)
     assert plan.fits
     assert sum(traffic.bytes for traffic in plan.collectives.values()) < 2e6
+    assert plan.temporaries < 0.2 * GIB
     # Three blocks, two heads and a draft layer in bfloat16, an eighth of them per device.
     assert 0.4 * GIB < plan.arguments < 0.7 * GIB
 
@@ -86,7 +90,13 @@ def test_the_online_step_for_v5e(libtpu: str | None, capsys: pytest.CaptureFixtu
     draft = DraftConfig.for_target(target, 32000, (0, 1, 2))
     plan = training_plan(target, draft, config, make_mesh(fsdp=16, devices=devices), chip)
     assert plan.fits
+    assert plan.memory < 8 * GIB
     assert 1.0 <= plan.flops / plan.paper_flops < 1.2
+    # Each weight is brought together once, in two bytes, and products are not cut into rings of small ones.
+    weights = count_parameters(Target(target)) - target.vocab_size * target.hidden_size
+    weights += count_parameters(Eagle3Draft(draft)) + target.hidden_size * draft.draft_vocab_size
+    assert plan.collectives["all-gather"].bytes < 1.02 * 2 * weights
+    assert plan.collectives.keys() <= {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
 
 
 def test_planning_from_the_command_line_needs_libtpu(tmp_path: Path, capsys: pytest.CaptureFixture):

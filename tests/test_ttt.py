@@ -329,6 +329,25 @@ def test_gradient_equals_finite_differences() -> None:
         np.testing.assert_allclose((up - down) / (2 * step), jnp.sum(grads[name] * direction), rtol=2e-2, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_steps_in_a_loop_are_steps_written_out(remat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerators run the steps after the first as one loop's body."""
+    rule, batch = recipe("aligned", steps=4), make([[0, 1, 1, 1, 1, 1, 0, 2, 2, 2, 2]], lengths=[11])
+    draft = tiny_draft()
+    params, variables = split(draft, rule)
+
+    def program(params: dict) -> Any:
+        return jax.value_and_grad(lambda p: ttt_loss(join(draft.config, p, variables), frozen(), batch, rule, remat=remat), has_aux=True)(
+            params
+        )
+
+    monkeypatch.setattr("eagle3_jax.training.ttt.platform", lambda: "tpu")
+    loops = [eqn for eqn in jax.make_jaxpr(program)(params).eqns if eqn.primitive.name == "scan" and eqn.params["length"] == 3]
+    assert len(loops) == 2, "one forward, one backward"
+    (total, metrics), grads = jax.jit(program)(params)
+    assert_same((total, metrics, grads), differentiate(batch, rule))
+
+
 def test_chunking_changes_nothing() -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     n, head = jax.random.normal(keys[0], (3, 2, 10, D)), jax.random.normal(keys[1], (D, 24))

@@ -160,7 +160,7 @@ def _add(computations: dict[str, list[Instruction]], name: str, times: int, tota
 
 
 def _trip_count(loop: Instruction, by_name: dict[str, Instruction], computations: dict[str, list[Instruction]]) -> int | None:
-    """How often a loop runs: as XLA notes it (CPU), or from a condition "counter < constant" (TPU), the counter going up by one."""
+    """How often a loop runs: as XLA notes it (CPU), or from a condition "counter < constant" and the counter's steps (TPU)."""
     noted = _TRIPS.search(loop.text)
     if noted:
         return int(noted[1])
@@ -177,7 +177,19 @@ def _trip_count(loop: Instruction, by_name: dict[str, Instruction], computations
     start = by_name.get(loop.operands[0])
     if index is None or start is None or start.opcode != "tuple":
         return bound
-    return bound - (_constant(by_name.get(start.operands[int(index[1])]), by_name) or 0)
+    first = _constant(by_name.get(start.operands[int(index[1])]), by_name) or 0
+    return -(-(bound - first) // _step(computations.get(called.get("body", ""), []), int(index[1])))
+
+
+def _step(body: list[Instruction], index: int) -> int:
+    """By how much a loop's body raises entry `index` of what it carries (an unrolled loop's by more than 1); 1 where it does not tell."""
+    inside = {i.name: i for i in body}
+    if not body or body[-1].opcode != "tuple":
+        return 1
+    raised = inside.get(body[-1].operands[index])
+    if raised is None or raised.opcode != "add":
+        return 1
+    return next((c for c in (_constant(inside.get(name), inside) for name in raised.operands) if c), 1)
 
 
 def _constant(instruction: Instruction | None, by_name: dict[str, Instruction]) -> int | None:

@@ -65,13 +65,13 @@ PEAKS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
-    "TPU7x": 2307e12,
+    "TPU7x": 1153e12,
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense bfloat16 operations per second of one device, by the start of its kind's name, as its maker states them."""
+"""Dense bfloat16 operations per second of one device (half a TPU7x chip), by the start of its kind's name, as its maker states them."""
 
 
 def peak_flops(compute: str, devices: int | None = None) -> float:

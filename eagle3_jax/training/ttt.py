@@ -7,6 +7,7 @@ Source: paper section 3.2 and figure 6; official code `eagle/traineagle3/cnets.p
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,10 @@ from eagle3_jax import draft as draft_model
 from eagle3_jax.attention import ttt_attend
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.flash import Sight
+from eagle3_jax.sharding import platform
 from eagle3_jax.training.losses import feature_distance, head_loss
+
+KV = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +183,7 @@ def ttt_loss(
     """(sum over steps of decay^s times L_s, metrics) of one batch; the gradient flows through all steps.
 
     divisors_J: those of the whole global batch when this is a part of it; None: this batch's own.
-    remat: the backward pass recomputes each step's layer instead of keeping what it computed: less memory, a third more work.
+    remat: the backward pass recomputes each step's layer instead of keeping its products: less memory, a third more work.
     """
     J = recipe.steps
     if batch.features is None or batch.hidden is None or batch.argmax is None:
@@ -236,24 +240,41 @@ def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pi
     needed at every slot; all else only where a slot is scored, because a later key is read by its own slot alone.
     """
     segments, dtype = batch.segments, draft.dtype
-    project = jax.checkpoint(draft_model.project_qkv) if remat else draft_model.project_qkv
-    finish = jax.checkpoint(draft_model.finish_layer) if remat else draft_model.finish_layer
+    # Products are kept for the backward pass, or nothing; what lies between them costs little to compute again.
+    kept = None if remat else jax.checkpoint_policies.dots_saveable
+    project, finish = (jax.checkpoint(f, policy=kept) for f in (draft_model.project_qkv, draft_model.finish_layer))
     assert batch.features is not None
     g = draft_model.fuse(draft, batch.features)
     embedded = embed_VD[shift(batch.tokens, 1, segments)].astype(dtype)
     q, k0, v0 = project(draft, embedded, g, batch.positions)
-    q, x, positions = pick(q), pick(g), pick(batch.positions)
     sight = Sight(jnp.maximum(batch.slots, 0), pick(segments), jnp.where(batch.valid, segments, -1))
-    later: list[tuple[jax.Array, jax.Array]] = []
-    states = []
-    for s in range(steps):
-        if s:
-            embedded = embed_VD[pick(shift(batch.tokens, 1 + s, segments))].astype(dtype)
-            q, k, v = project(draft, embedded, x, positions + s)
-            later.append((k, v))
-        x = finish(draft, x, ttt_attend(q, k0, v0, sight, later))
-        states.append(x)
-    return jnp.stack(states)
+    positions = pick(batch.positions)
+    x = finish(draft, pick(g), ttt_attend(pick(q), k0, v0, sight, ()))
+
+    def advance(x: jax.Array, read: jax.Array, s: Any, earlier: Sequence[KV], seen: Any = None) -> tuple[jax.Array, KV]:
+        """Step s from 1 on: (a, the step's own K/V), of the state before it and the tokens read; `earlier`, `seen`: see `ttt_attend`."""
+        q, k, v = project(draft, embed_VD[read].astype(dtype), x, positions + s)
+        return finish(draft, x, ttt_attend(q, k0, v0, sight, [*earlier, (k, v)], seen=seen)), (k, v)
+
+    reads = [pick(shift(batch.tokens, 1 + s, segments)) for s in range(1, steps)]
+    if platform() == "cpu" or steps < 3:
+        # A CPU runs steps written out somewhat faster; elsewhere compiling them takes minutes.
+        states, later = [x], []
+        for s, read in enumerate(reads, 1):
+            x, own = advance(x, read, s, later)
+            states.append(x)
+            later.append(own)
+        return jnp.stack(states)
+
+    def step(carry: tuple[jax.Array, KV], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, KV], jax.Array]:
+        x, (keys, values) = carry
+        read, s = at
+        x, (k, v) = advance(x, read, s, list(zip(keys[:-1], values[:-1], strict=True)), seen=s - 1)
+        return (x, (keys.at[s - 1].set(k), values.at[s - 1].set(v))), x
+
+    room = jnp.zeros((steps - 1, *positions.shape, *k0.shape[2:]), dtype)
+    _, states = jax.lax.scan(step, (x, (room, room)), (jnp.stack(reads), jnp.arange(1, steps, dtype=jnp.int32)))
+    return jnp.concatenate([x[None], states])
 
 
 def _follow(hidden_BTD: jax.Array, segments_BT: jax.Array) -> jax.Array:
