@@ -163,7 +163,7 @@ def test_logits_that_are_not_finite_stop_the_row_and_no_other():
 
 def test_recorded_decisions_of_the_official_code(golden):
     """Replays every recorded uniform: the same nodes accepted, the same distribution left for the next token."""
-    data = np.load(golden / "stochastic_accept.npz")
+    data, accept = np.load(golden / "stochastic_accept.npz"), jax.jit(accept_one)
     cases = sorted({name[: -len("uniforms")] for name in data.files if name.endswith("_uniforms")})
     assert cases
     for case in cases:
@@ -184,15 +184,15 @@ def test_recorded_decisions_of_the_official_code(golden):
         uniforms = np.zeros((len(trials), steps, width), np.float32)
         ends = []
         for row, trial in enumerate(trials):
-            node, drawn, step, p = 0, 0, 0, jnp.asarray(probs[0][None])
+            node, drawn, step, p = 0, 0, 0, probs[0][None]
             while True:
                 for rank, child in enumerate(m for m in range(1, len(parents)) if parents[m] == node):
                     uniform = np.float32(get["uniforms"][trial, drawn])
                     uniforms[row, step, rank], drawn = uniform, drawn + 1
-                    token = jnp.asarray([int(get["draft_tokens"][child])])
-                    stands, left = accept_one(p, token, jnp.asarray([uniform]))
+                    token = np.array([get["draft_tokens"][child]], np.int32)
+                    stands, left = accept(p, token, np.array([uniform]))
                     if bool(stands[0]):
-                        node, step, p = child, step + 1, jnp.asarray(probs[child][None])
+                        node, step, p = child, step + 1, probs[child][None]
                         break
                     p = left
                 else:
