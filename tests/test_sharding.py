@@ -13,6 +13,7 @@ from tiny_models import tiny_draft, tiny_target
 
 from eagle3_jax.decoding.decode import run
 from eagle3_jax.decoding.generate import generate, prepare
+from eagle3_jax.decoding.stream import stream
 from eagle3_jax.drafting import top_candidates
 from eagle3_jax.pods.hlo import collective_shapes
 from eagle3_jax.sharding import constrain, lookup, make_mesh, module_specs, on_mesh_of, parse_mesh, place, put
@@ -146,6 +147,24 @@ def test_decoding_on_a_mesh_gives_the_same_tokens(target, draft, mesh: str, sett
     assert out.accept_lengths == plain.accept_lengths
     request, config = prepare(target, draft, PROMPTS, **options)
     assert not vocabulary_in_collectives(run.lower(*placed, request, config).compile().as_text(), (V, U))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [Chain(3), Tree(nodes=8, depth=3, width=3)], ids=str)
+def test_stops_and_limits_on_a_mesh_and_in_a_stream_there(target, draft, tree):
+    """A stop id inside a block, one that is the first token, limits of 2 and 0: as every prompt alone on one device, decoded plainly."""
+    alone = [generate(target, None, [prompt], 16, eos_token_ids=[]).tokens[0] for prompt in PROMPTS]
+    stops, limits = [[alone[0][4]], [alone[1][0]], [], []], [16, 16, 2, 0]
+    want = [alone[0][: alone[0].index(alone[0][4]) + 1], alone[1][:1], alone[2][:2], []]
+    shape = make_mesh(**MESHES["data 2 x fsdp 2 x tensor 2"])
+    placed = place_quietly(target, shape), place_quietly(draft, shape)
+    for out in (
+        generate(*placed, PROMPTS, limits, tree=tree, eos_token_ids=stops),
+        stream(*placed, PROMPTS, limits, tree=tree, eos_token_ids=stops, cycles=2).finish(),
+    ):
+        assert out.tokens == want
+        assert out.finish_reasons == ["stop", "stop", "length", "length"]
+        assert [sum(kept) for kept in out.accept_lengths] == [len(want[0]) - 1, 0, 1, 0]
 
 
 def vocabulary_in_collectives(hlo: str, sizes: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
