@@ -76,12 +76,15 @@ class Eagle3Draft(nnx.Module):
         return self.d2t[...]
 
     def extend(
-        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array
+        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array, *, first: bool = False
     ) -> tuple[Cache, jax.Array, jax.Array]:
-        """Appends the first `count` of T real pairs; returns (cache, logits float32 [B, U] and a [B, D] of each row's last one)."""
+        """Appends the first `count` of T real pairs; returns (cache, logits float32 [B, U] and a [B, D] of each row's last one).
+
+        first: the cache is empty and is not read. (XLA would find that out by itself, but folds masked scores for seconds to do so.)
+        """
         T = tokens_BT.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-        a, kv = forward(self, embed_VD, tokens_BT, fuse(self, features_BTA), positions, causal_mask(T), cache)
+        a, kv = forward(self, embed_VD, tokens_BT, fuse(self, features_BTA), positions, causal_mask(T), None if first else cache)
         last = jnp.maximum(count_B - 1, 0)
         a = jnp.take_along_axis(a, last[:, None, None], axis=1)[:, 0]
         return append(cache, [kv], None, after(count_B, a)), logits(self, a), a

@@ -39,9 +39,12 @@ class Draft(Protocol):
         ...
 
     def extend(
-        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array
+        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array, *, first: bool = False
     ) -> tuple[Cache, jax.Array, jax.Array]:
-        """Appends the first `count` of T real pairs; returns (cache, logits float32 [B, U] and carry [B, D] of each row's last one)."""
+        """Appends the first `count` of T real pairs; returns (cache, logits float32 [B, U] and carry [B, D] of each row's last one).
+
+        first: no pair stands in the cache yet.
+        """
         ...
 
     def expand(

@@ -58,9 +58,12 @@ class LanguageModelDraft:
         return cache
 
     def extend(
-        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array
+        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array, *, first: bool = False
     ) -> tuple[Cache, jax.Array, jax.Array]:
-        """Appends the first `count` of T tokens; returns (cache, logits float32 [B, V] after each row's last one, an empty carry)."""
+        """Appends the first `count` of T tokens; returns (cache, logits float32 [B, V] after each row's last one, an empty carry).
+
+        first: of no account, since the cache holds each row's first token even then.
+        """
         T = tokens_BT.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         out = target_model.forward(self.model, tokens_BT, positions, causal_mask(T), cache)

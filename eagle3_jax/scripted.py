@@ -61,9 +61,9 @@ class ScriptedDraft:
         return self.inner.begin(embed_VD, cache, first_B)
 
     def extend(
-        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array
+        self, embed_VD: jax.Array, cache: Cache, features_BTA: jax.Array, tokens_BT: jax.Array, count_B: jax.Array, *, first: bool = False
     ) -> tuple[Cache, jax.Array, jax.Array]:
-        cache, logits, carry = self.inner.extend(embed_VD, cache, features_BTA, tokens_BT, count_B)
+        cache, logits, carry = self.inner.extend(embed_VD, cache, features_BTA, tokens_BT, count_B, first=first)
         return cache, self._speak(logits[:, None], cache.lengths + 1, 0)[:, 0], carry
 
     def expand(

@@ -168,7 +168,7 @@ def feed(
     draft_cache = fed.draft_cache
     if draft is not None:
         pairs = count_B - ends_B.astype(jnp.int32)
-        draft_cache, _, _ = draft.extend(target.embed[...], draft_cache, out.features, following_BT, pairs)
+        draft_cache, _, _ = draft.extend(target.embed[...], draft_cache, out.features, following_BT, pairs, first=empty)
     at = jnp.maximum(count_B - 1, 0)[:, None, None]
 
     def last(new_BTX: jax.Array, old_BX: jax.Array) -> jax.Array:
