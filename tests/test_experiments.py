@@ -37,7 +37,7 @@ SMALL = Setting(
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle3_jax.experiments.material.load_target", lambda _: tiny_target(num_layers=4, bos_token_id=1))
+        patch.setattr("eagle3_jax.experiments.material.load_target", lambda _: tiny_target(num_layers=3, bos_token_id=1))
         return Material(SMALL, tmp_path_factory.mktemp("experiments"))
 
 
