@@ -5,7 +5,6 @@ It needs torch and lives in an environment of its own: EAGLE3_SPECULATORS_PYTHON
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from foreign_python import foreign_python
 from test_weights_dialects import assert_same
 from test_weights_heads import make_head
 from tiny_checkpoints import BASE, tensors_of, write_folder
@@ -36,10 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def python() -> str:
     """An interpreter that can import speculators; skips without one."""
-    path = os.environ.get("EAGLE3_SPECULATORS_PYTHON")
-    if not path:
-        pytest.skip("EAGLE3_SPECULATORS_PYTHON names no interpreter that has the speculators package")
-    return path
+    return foreign_python("speculators")
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ It needs torch and lives in an environment of its own: EAGLE3_VLLM_PYTHON names 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from foreign_python import foreign_python
 from test_weights_heads import make_head
 
 from eagle3_jax.bench.evaluate import acceptance
@@ -41,10 +41,7 @@ class Models(NamedTuple):
 @pytest.fixture(scope="module")
 def python() -> str:
     """An interpreter that can import vLLM; skips without one."""
-    path = os.environ.get("EAGLE3_VLLM_PYTHON")
-    if not path:
-        pytest.skip("EAGLE3_VLLM_PYTHON names no interpreter that has vLLM")
-    return path
+    return foreign_python("vllm")
 
 
 @pytest.fixture(scope="module")
