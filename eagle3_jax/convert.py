@@ -13,6 +13,7 @@ from typing import Any
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.diagnose import Diagnosis
 from eagle3_jax.draft import Eagle3Draft, reread
+from eagle3_jax.panels import in_plain
 from eagle3_jax.target import Target
 from eagle3_jax.terminal import table
 from eagle3_jax.tokenizer import TokenizerError, load_tokenizer
@@ -86,7 +87,7 @@ def convert_head(
         earlier=earlier.read_text(encoding="utf-8", errors="replace") if earlier.is_file() else None,
         **(card or {}),
     )
-    embedding = known.embed[...] if to == "speculators" and isinstance(known, Target) else None
+    embedding = in_plain(known.embed[...]) if to == "speculators" and isinstance(known, Target) else None
     written = save_head(draft, out, kind, overwrite=overwrite, dialect=to, target_name=name, card=text, embedding=embedding)
     if (folder / FILE).is_file() and not changes and rope_theta is None:
         # The same head accepts the same; one whose reading was corrected does not.

@@ -22,6 +22,7 @@ from eagle3_jax.bench.evaluate import acceptance
 from eagle3_jax.config import DraftConfig, RopeConfig
 from eagle3_jax.decoding.generate import generate
 from eagle3_jax.draft import Eagle3Draft, reread, table
+from eagle3_jax.panels import in_plain
 from eagle3_jax.target import Target
 from eagle3_jax.training.trainer import Fixed, eval_step, split
 from eagle3_jax.training.ttt import Batch, Frozen, recipe, scored
@@ -174,7 +175,7 @@ def _states(target: Target, taps: tuple[int, ...], tokens_BT: jax.Array, positio
 def _score(name: str, draft: Eagle3Draft, target: Target, batch: Batch, features: dict[int, Any], steps: int) -> Reading:
     config, rule = draft.config, recipe("aligned", steps=steps)
     params, variables = split(draft, rule)
-    frozen = Frozen(table(draft, target.embed[...]), jnp.zeros((1, config.draft_vocab_size), params["head"].dtype))
+    frozen = Frozen(table(draft, in_plain(target.embed[...])), jnp.zeros((1, config.draft_vocab_size), params["head"].dtype))
     own = dataclasses.replace(batch, features=jnp.concatenate([features[k] for k in config.taps], axis=-1))
     metrics = jax.device_get(eval_step(config, rule, params, Fixed(frozen, variables), own))
     count = metrics.slots.clip(1)

@@ -11,15 +11,18 @@ import numpy as np
 
 from eagle3_jax.config import RopeConfig
 from eagle3_jax.int8 import Int8
+from eagle3_jax.panels import Panels
 
 
-def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None, result: Any = None) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | Int8 | Panels, bias: jax.Array | None = None, result: Any = None) -> jax.Array:
     """x [..., I] times w [I, ...O] (+ bias [...O]) in x's dtype. float32 means float32: accelerators must not round it to TF32.
 
     result: type of the product where it is not x's; it is then not rounded in between.
     """
     exact = precision(x.dtype)
-    if isinstance(w, Int8):
+    if isinstance(w, Panels):
+        y = w.product(x, result)
+    elif isinstance(w, Int8):
         y = w.product(x, exact, result)
     else:
         y = jnp.tensordot(x, w, axes=1, precision=exact, preferred_element_type=result)

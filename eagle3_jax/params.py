@@ -38,6 +38,17 @@ def named_variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
         yield ".".join(str(p) for p in path), variable
 
 
+def is_matrix(name: str, variable: nnx.Variable) -> bool:
+    """Whether a variable is the weight of a product (or a table of embeddings): no norm, bias or map."""
+    axes = variable.get_metadata().get("axes") or ()
+    return isinstance(variable, nnx.Param) and len(axes) > 1 and "norm" not in axes and not name.endswith("_bias")
+
+
+def is_table(variable: nnx.Variable) -> bool:
+    """Whether a matrix is read by rows: embeddings, whose rows are the outputs where it is a tied head too."""
+    return (variable.get_metadata().get("axes") or (None,))[0] == "vocab"
+
+
 def fill(module: M, values: Mapping[str, Any]) -> M:
     """A copy of `module` that holds `values` by dotted path. Raises ValueError naming a missing, extra or misshapen one."""
     graphdef, state = nnx.split(module)

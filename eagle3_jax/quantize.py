@@ -8,7 +8,8 @@ import jax
 from flax import nnx
 
 from eagle3_jax.int8 import Int8, to_int8
-from eagle3_jax.params import fill, named_variables
+from eagle3_jax.panels import in_plain
+from eagle3_jax.params import fill, is_matrix, is_table, named_variables
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -23,10 +24,10 @@ def quantize_int8(module: M) -> M:
     values = {}
     for name, variable in named_variables(module):
         value = variable.get_value()
-        axes = list(variable.get_metadata().get("axes") or ())
-        matrix = isinstance(variable, nnx.Param) and len(axes) > 1 and "norm" not in axes and not name.endswith("_bias")
-        # A table of embeddings is read by rows, and as a tied head its rows are the outputs.
-        values[name] = to_int8(value, 1 if axes[0] == "vocab" else 0) if matrix and not isinstance(value, Int8) else value
+        if is_matrix(name, variable):
+            value = in_plain(value)
+            value = value if isinstance(value, Int8) else to_int8(value, 1 if is_table(variable) else 0)
+        values[name] = value
     return fill(module, values)
 
 

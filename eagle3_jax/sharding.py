@@ -24,6 +24,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.int8 import Int8
+from eagle3_jax.panels import Panels, in_plain
 from eagle3_jax.params import fill, named_variables
 
 M = TypeVar("M", bound=nnx.Module)
@@ -149,7 +150,9 @@ def place(module: M, mesh: Mesh | None) -> M:
         return module
     warn_whole_heads(module, mesh)
     specs = module_specs(module, mesh)
-    return fill(module, {name: put(variable.get_value(), NamedSharding(mesh, specs[name])) for name, variable in named_variables(module)})
+    return fill(
+        module, {name: put(in_plain(variable.get_value()), NamedSharding(mesh, specs[name])) for name, variable in named_variables(module)}
+    )
 
 
 def check_mesh(mesh: object) -> None:
@@ -248,7 +251,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition(mesh, x.shape, axes))
 
 
-def lookup(table_VD: jax.Array | Int8, tokens: jax.Array) -> jax.Array:
+def lookup(table_VD: jax.Array | Int8 | Panels, tokens: jax.Array) -> jax.Array:
     """table[tokens], [..., D] for tokens [B, ...]. On a mesh every device reads its part of the table, and rows change hands, never the
     table: the partitioner left alone brings all rows to every device."""
     V, D = table_VD.shape

@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "eagle3_jax"
-UPWARD = ("tuning", "weights", "data", "decoding", "bench", "training", "pods", "experiments")
+UPWARD = ("native", "tuning", "weights", "data", "decoding", "bench", "training", "pods", "experiments")
 
 
 def imports() -> dict[str, set[str]]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from eagle3_jax import target as target_model
 from eagle3_jax.data.packing import TokenExample
+from eagle3_jax.panels import in_plain
 from eagle3_jax.params import named_variables
 from eagle3_jax.whole_file import write_json
 
@@ -93,7 +94,7 @@ def fingerprint(target: target_model.Target) -> str:
     unusual = {field.name: value for field in dataclasses.fields(config) if (value := getattr(config, field.name)) != field.default}
     digest = hashlib.sha256(repr(unusual).encode())
     for name, variable in named_variables(target):
-        value = np.asarray(variable.get_value())
+        value = np.asarray(in_plain(variable.get_value()))
         digest.update(f"{name} {value.dtype} {value.shape}".encode())
         digest.update(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
     return digest.hexdigest()

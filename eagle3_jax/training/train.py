@@ -21,6 +21,7 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.data import Report, encode_all, load_prepared, order, read_records
 from eagle3_jax.decoding.generate import generate
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.panels import in_plain
 from eagle3_jax.params import initialize
 from eagle3_jax.sharding import place
 from eagle3_jax.target import Target
@@ -105,9 +106,9 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
         raise CheckpointError(f"{checkpoints_at}: holds a run already; continue it with --resume, or name another --out")
     # Where it is to be dealt out over devices, no single one may have to hold it first.
     with contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0]):
-        target = load_target(job.target, dtype=config.compute)
+        target = load_target(job.target, dtype=config.compute, layout="auto" if mesh is None else "plain")
         # float32 whatever the target's type: these are the weights that learn.
-        given = None if job.start in STARTS else load_draft(job.start, target)
+        given = None if job.start in STARTS else load_draft(job.start, target, layout="plain")
     training, held_out = select_examples(job, config)
     draft, frozen = beginning(job, config, target, training, given)
     draft_config, kept = draft.config, np.asarray(draft.d2t[...])
@@ -317,8 +318,8 @@ def start_from_target(draft: Eagle3Draft, target: Target, frozen: Frozen) -> Non
 
 def frozen_tables(target: Target, kept: np.ndarray) -> Frozen:
     """The embedding table and the kept columns of the target's head."""
-    embed = target.embed[...]
-    head = embed[kept].T if target.config.tie_embeddings else target.head[...][:, kept]
+    embed = in_plain(target.embed[...])
+    head = embed[kept].T if target.config.tie_embeddings else in_plain(target.head[...])[:, kept]
     return Frozen(embed, jnp.array(head))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig, TargetConfig, read_json
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.int8 import Int8
+from eagle3_jax.panels import in_plain
 from eagle3_jax.target import Target
 from eagle3_jax.weights.dialects import (
     ALIASES,
@@ -103,7 +104,7 @@ class HeadFiles:
 
     def has_embedding_of(self, target: Target, dtype: np.dtype) -> bool:
         """Whether the file's embedding is the target's, in the type it would be read in. An int8 target's cannot be told."""
-        given = target.embed[...]
+        given = in_plain(target.embed[...])
         if isinstance(given, Int8) or self.tensors.read(self.keys[EMBEDDING]).shape != given.shape:
             return False
         return np.array_equal(self.read(EMBEDDING).astype(dtype), np.asarray(given).astype(dtype))

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from eagle3_jax.int8 import Int8
+from eagle3_jax.panels import in_plain
 from eagle3_jax.params import fill, named_variables
 from eagle3_jax.sharding import module_specs, warn_whole_heads
 
@@ -126,7 +127,7 @@ def read_rows(
 
 def write_rows(module: nnx.Module, rows: Iterable[Row], dtype: np.dtype) -> dict[str, np.ndarray]:
     """The file's tensors by key, in `dtype`: the inverse of `read_rows`. Raises WeightsError for one that is not finite in `dtype`."""
-    values = {path: variable.get_value() for path, variable in named_variables(module)}
+    values = {path: in_plain(variable.get_value()) for path, variable in named_variables(module)}
     tensors = {}
     for row in rows:
         if isinstance(values[row.path], Int8):
