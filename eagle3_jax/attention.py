@@ -9,9 +9,13 @@ import jax.numpy as jnp
 
 from eagle3_jax.flash import MASKED, Sight, flash
 from eagle3_jax.layers import precision
+from eagle3_jax.native.build import ATTEND
 
 QUERIES = 128
 """Queries of one score tile."""
+
+FEW = 64
+"""Tokens of a pass up to which its own keys, taken one by one, are not what attention costs."""
 
 
 def attend(
@@ -21,6 +25,7 @@ def attend(
     mask_BTR: jax.Array,
     cached: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     oldest_BT: jax.Array | None = None,
+    native: bool = False,
 ) -> jax.Array:
     """Grouped-query attention of T queries over a cache prefix and R keys of the pass itself; returns [B, T, N, H].
 
@@ -28,8 +33,12 @@ def attend(
     cached: (k [B, K, H, S], v [B, K, S, H], lengths int32 [B]); every query reads exactly the slots below its row's length,
     and none below its own `oldest` (int32 [B, T], the first slot of a sliding window).
     Scores and softmax are float32 whatever the dtype. Many queries over a cache go by blocks: score tiles stay small.
+    native: a few queries over a cache may go to `native/attend.cc`, which is for models in panels (`layout.laid_out`).
     """
     B, T, N, H = q_BTNH.shape
+    if native and cached is not None and T <= FEW and q_BTNH.dtype == jnp.float32 and H % 4 == 0:
+        operands = (q_BTNH, k_BRKH, v_BRKH, mask_BTR, *cached, *(() if oldest_BT is None else (oldest_BT,)))
+        return jax.ffi.ffi_call(ATTEND, jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32))(*operands)
     if cached is not None and T > QUERIES:
         starts = range(0, T, QUERIES)
         blocks = [[x[:, s : s + QUERIES] for x in (q_BTNH, mask_BTR, oldest_BT) if x is not None] for s in starts]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle3_jax.native.build import NoProductError, panel_width
+from eagle3_jax.native.build import NoNativeError, panel_width
 from eagle3_jax.panels import Panels, in_panels, in_plain
 from eagle3_jax.params import fill, is_matrix, is_table, named_variables
 
@@ -49,7 +49,7 @@ def why_plain(module: nnx.Module) -> str | None:
             return f"{name} lies on a mesh"
     try:
         panel_width()
-    except NoProductError as error:
+    except NoNativeError as error:
         return str(error)
     return None
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.int8 import Int8
-from eagle3_jax.native.build import NAME
+from eagle3_jax.native.build import PRODUCT
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +84,7 @@ class Panels:
 
     def _read_once(self, x_XI: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((x_XI.shape[0], math.prod(self.outputs)), jnp.float32)
-        return jax.ffi.ffi_call(NAME, shape)(x_XI, self.values, *(() if self.scale is None else (self.scale,)))
+        return jax.ffi.ffi_call(PRODUCT, shape)(x_XI, self.values, *(() if self.scale is None else (self.scale,)))
 
     def _as_matrix(self, x_XI: jax.Array) -> jax.Array:
         y = jnp.dot(x_XI, _matrix(self).astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)

@@ -15,11 +15,12 @@ from tiny_models import tiny_draft, tiny_target
 
 import eagle3_jax as e3
 from eagle3_jax import layout
+from eagle3_jax.attention import attend
 from eagle3_jax.int8 import Int8, to_int8
 from eagle3_jax.layers import linear
 from eagle3_jax.layout import laid_out, layout_of, plain
 from eagle3_jax.native import build
-from eagle3_jax.native.build import NoProductError, compiled, panel_width
+from eagle3_jax.native.build import NoNativeError, compiled, panel_width
 from eagle3_jax.panels import Panels, in_panels, in_plain
 from eagle3_jax.params import named_variables
 from eagle3_jax.quantize import quantize_int8
@@ -55,6 +56,48 @@ def test_a_row_has_the_same_bits_in_every_pass(whole):
     every = np.asarray(product(jnp.asarray(x), weight))
     for rows in (*range(1, 14), 16, 60, 95, 96, 97, 199):
         assert np.array_equal(product(jnp.asarray(x[:rows]), weight), every[:rows]), rows
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(1, 3),
+    tokens=st.integers(1, 9),
+    group=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    width=st.sampled_from([4, 8, 12, 64, 80, 96]),
+    slots=st.integers(1, 200),
+    window=st.booleans(),
+    one_mask=st.booleans(),
+)
+def test_attention_is_xlas(seed, batch, tokens, group, kv_heads, width, slots, window, one_mask):
+    """Over any lengths, masks and windows; what a query does not see may be anything."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, slots + 1, batch).astype(np.int32)
+    mask = rng.random((1 if one_mask else batch, tokens, tokens + 2)) < 0.4
+    mask[..., -1] = True
+    oldest = rng.integers(-3, slots + 1, (batch, tokens)).astype(np.int32) if window else None
+    shapes = [(batch, tokens, kv_heads * group, width), *[(batch, tokens + 2, kv_heads, width)] * 2]
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) * 3 for shape in shapes)
+    k_cache, v_cache = (rng.standard_normal((batch, kv_heads, *s)).astype(np.float32) for s in ((width, slots), (slots, width)))
+    want = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest)
+    k[:, -2], v[:, -2], mask[..., -2] = np.nan, np.nan, False
+    unseen = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest)
+    for row, length in enumerate(lengths):
+        k_cache[row, :, :, length:], v_cache[row, :, length:] = np.nan, np.nan
+    got = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest, True)
+    assert want.shape == got.shape and np.isfinite(got).all()
+    np.testing.assert_allclose(got, unseen, atol=2e-5, rtol=2e-5)
+
+
+def test_attention_passes_on_what_is_not_finite():
+    """To exactly the queries that read it."""
+    q, k, v = (jnp.asarray(random(1, 3, heads, 8, seed=heads)) for heads in (4, 2, 2))
+    mask = jnp.asarray([[[True, False, False], [False, True, False], [True, False, True]]])
+    cache = jnp.zeros((1, 2, 8, 4)), jnp.zeros((1, 2, 4, 8)), jnp.asarray([2], jnp.int32)
+    for bad in ((k.at[0, 0].set(jnp.nan), v), (k, v.at[0, 0].set(jnp.nan)), (k, v.at[0, 0].set(jnp.inf))):
+        got = attend(q, *bad, mask, cache, None, True)
+        assert np.array_equal(np.isfinite(got).all((0, 2, 3)), [False, True, False])
 
 
 def test_many_calls_at_once():
@@ -118,7 +161,7 @@ def test_where_there_are_no_panels(monkeypatch):
     assert layout_of(on_mesh) == "plain" and layout_of(laid_out(on_mesh, "auto")) == "plain"
 
     def none():
-        raise NoProductError("no C++ compiler is found")
+        raise NoNativeError("no C++ compiler is found")
 
     monkeypatch.setattr(layout, "panel_width", none)
     assert layout_of(laid_out(tiny_target(), "auto")) == "plain"
@@ -129,13 +172,12 @@ def test_where_there_are_no_panels(monkeypatch):
 def test_compiling(tmp_path, monkeypatch):
     """Once per source, processor and compiler; what goes wrong is said, and leaves no file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(NoProductError, match=r"no C\+\+ compiler is found .*nobody\+\+"):
+    with pytest.raises(NoNativeError, match=r"no C\+\+ compiler is found .*nobody\+\+"):
         compiled(("nobody++",))
-    broken = tmp_path / "product.cc"
-    broken.write_text("int f() { return nothing; }\n")
+    (tmp_path / "product.cc").write_text("int f() { return nothing; }\n")
     with monkeypatch.context() as patch:
-        patch.setattr(build, "SOURCE", broken)
-        with pytest.raises(NoProductError, match=r"fails: .*product\.cc"):
+        patch.setattr(build, "FOLDER", tmp_path)
+        with pytest.raises(NoNativeError, match=r"fails: .*product\.cc"):
             compiled()
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".so"]
     path = compiled()
@@ -148,16 +190,20 @@ def test_other_processors(flags, tmp_path):
     """The code for processors with narrower vectors, in a process of its own: the name of a custom call is taken once."""
     library = tmp_path / "product.so"
     command = [shutil.which("c++") or "c++", *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-march=native", *flags]
-    made = subprocess.run([*command, f"-I{jax.ffi.include_dir()}", str(build.SOURCE), "-o", str(library)], capture_output=True, text=True)
+    sources = map(str, build.FOLDER.glob("*.cc"))
+    made = subprocess.run([*command, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(library)], capture_output=True, text=True)
     if "unrecognized" in made.stderr:
         pytest.skip("not a processor of this kind")
     assert made.returncode == 0, made.stderr
     program = f"""
 import ctypes, jax, jax.numpy as jnp, numpy as np
 from eagle3_jax.int8 import to_int8
-from eagle3_jax.panels import in_panels, NAME
+from eagle3_jax.attention import attend
+from eagle3_jax.native.build import ATTEND, PRODUCT
+from eagle3_jax.panels import in_panels
 library = ctypes.CDLL({str(library)!r})
-jax.ffi.register_ffi_target(NAME, jax.ffi.pycapsule(library.eagle3_product), platform="cpu")
+for name in (PRODUCT, ATTEND):
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 width = library.eagle3_panel_width()
 random = np.random.default_rng(0).standard_normal
 x, w = random((37, 130)).astype(np.float32), jnp.asarray(random((130, 70)).astype(np.float32))
@@ -167,6 +213,10 @@ for weight in (w, to_int8(w)):
     got = np.asarray(panels.product(jnp.asarray(x)))
     np.testing.assert_allclose(got, x @ exact, atol=1e-4)
     assert all(np.array_equal(panels.product(jnp.asarray(x[:n])), got[:n]) for n in range(1, 37))
+q, k, v, k_cache, v_cache = (jnp.asarray(random(s).astype(np.float32)) for s in
+    ((2, 5, 4, 24), (2, 5, 2, 24), (2, 5, 2, 24), (2, 2, 24, 70), (2, 2, 70, 24)))
+operands = q, k, v, jnp.tril(jnp.ones((1, 5, 5), bool)), (k_cache, v_cache, jnp.asarray([0, 67], jnp.int32)), None
+np.testing.assert_allclose(attend(*operands, True), attend(*operands), atol=1e-5)
 print(width)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

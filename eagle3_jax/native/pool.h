@@ -1,0 +1,99 @@
+// Work shared with the threads of XLA's own pool, and what custom calls have in common.
+
+#ifndef EAGLE3_JAX_POOL_H_
+#define EAGLE3_JAX_POOL_H_
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace {
+
+// `work.run(i)` for every i below `pieces`. The caller takes pieces from a counter beside the threads of the pool, and in the end waits only
+// for pieces that somebody has begun: no thread of the pool need ever come. Those that come late find nothing to do, and the last one frees
+// the counters.
+template <typename Work>
+struct Job {
+  Work work;
+  int64_t pieces;
+  std::atomic<int64_t> next{0}, done{0}, users{1};
+
+  Job(const Work& work, int64_t pieces) : work(work), pieces(pieces) {}
+  void run() {
+    int64_t mine = 0;
+    for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces; ++mine) work.run(piece);
+    done.fetch_add(mine, std::memory_order_release);
+  }
+  void leave() {
+    if (users.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+  static void help(void* data) {
+    auto* job = static_cast<Job*>(data);
+    job->run();
+    job->leave();
+  }
+};
+
+template <typename Work>
+void share(XLA_FFI_CallFrame* frame, const Work& work, int64_t pieces) {
+  auto* job = new Job<Work>(work, pieces);
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args ask = {};
+  ask.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+  ask.ctx = frame->ctx;
+  ask.num_threads = &threads;
+  XLA_FFI_Error* alone = frame->api->XLA_FFI_ThreadPool_NumThreads(&ask);
+  for (int64_t h = 1; !alone && h < threads && h < pieces; ++h) {
+    job->users.fetch_add(1, std::memory_order_relaxed);
+    XLA_FFI_ThreadPool_Schedule_Args task = {};
+    task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    task.ctx = frame->ctx;
+    task.task = Job<Work>::help;
+    task.data = job;
+    alone = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
+    if (alone) job->leave();
+  }
+  if (alone) {
+    XLA_FFI_Error_Destroy_Args drop = {};
+    drop.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    drop.error = alone;
+    frame->api->XLA_FFI_Error_Destroy(&drop);
+  }
+  job->run();
+  for (int spins = 0; job->done.load(std::memory_order_acquire) < pieces; ++spins)
+    if (spins > 1000) sched_yield();
+  job->leave();
+}
+
+// Whether XLA only asks what interface this was made for; answers it.
+inline bool answered(XLA_FFI_CallFrame* frame) {
+  if (frame->extension_start == nullptr || frame->extension_start->type != XLA_FFI_Extension_Metadata) return false;
+  auto* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  metadata->traits = 0;
+  return true;
+}
+
+inline XLA_FFI_Error* refuse(XLA_FFI_CallFrame* frame, const char* message) {
+  XLA_FFI_Error_Create_Args args = {};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message;
+  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+inline const XLA_FFI_Buffer& argument(XLA_FFI_CallFrame* frame, int i) { return *static_cast<XLA_FFI_Buffer*>(frame->args.args[i]); }
+inline const XLA_FFI_Buffer& result(XLA_FFI_CallFrame* frame) { return *static_cast<XLA_FFI_Buffer*>(frame->rets.rets[0]); }
+
+template <typename T>
+T* data(const XLA_FFI_Buffer& buffer) {
+  return static_cast<T*>(buffer.data);
+}
+
+}  // namespace
+
+#endif
