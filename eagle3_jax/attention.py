@@ -25,6 +25,7 @@ def attend(
     mask_BTR: jax.Array,
     cached: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     oldest_BT: jax.Array | None = None,
+    *,
     native: bool = False,
 ) -> jax.Array:
     """Grouped-query attention of T queries over a cache prefix and R keys of the pass itself; returns [B, T, N, H].

@@ -136,7 +136,7 @@ def forward(
         else:
             cached = None if cache is None else (cache.k[i], cache.v[i], cache.lengths)
             mask, oldest = narrowed[windows[i]]
-            attended = attend(q, k, v, mask, cached, oldest, isinstance(block.qkv[...], Panels))
+            attended = attend(q, k, v, mask, cached, oldest, native=isinstance(block.qkv[...], Panels))
         x = x + _project(block, "o", attended.reshape(B, T, -1))
         u = rms_norm(x, block.mlp_norm[...], c.rms_norm_eps)
         gate_up = _project(block, "gate_up", u)

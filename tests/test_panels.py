@@ -85,7 +85,7 @@ def test_attention_is_xlas(seed, batch, tokens, group, kv_heads, width, slots, w
     unseen = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest)
     for row, length in enumerate(lengths):
         k_cache[row, :, :, length:], v_cache[row, :, length:] = np.nan, np.nan
-    got = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest, True)
+    got = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest, native=True)
     assert want.shape == got.shape and np.isfinite(got).all()
     np.testing.assert_allclose(got, unseen, atol=2e-5, rtol=2e-5)
 
@@ -96,7 +96,7 @@ def test_attention_passes_on_what_is_not_finite():
     mask = jnp.asarray([[[True, False, False], [False, True, False], [True, False, True]]])
     cache = jnp.zeros((1, 2, 8, 4)), jnp.zeros((1, 2, 4, 8)), jnp.asarray([2], jnp.int32)
     for bad in ((k.at[0, 0].set(jnp.nan), v), (k, v.at[0, 0].set(jnp.nan)), (k, v.at[0, 0].set(jnp.inf))):
-        got = attend(q, *bad, mask, cache, None, True)
+        got = attend(q, *bad, mask, cache, native=True)
         assert np.array_equal(np.isfinite(got).all((0, 2, 3)), [False, True, False])
 
 
@@ -216,7 +216,7 @@ for weight in (w, to_int8(w)):
 q, k, v, k_cache, v_cache = (jnp.asarray(random(s).astype(np.float32)) for s in
     ((2, 5, 4, 24), (2, 5, 2, 24), (2, 5, 2, 24), (2, 2, 24, 70), (2, 2, 70, 24)))
 operands = q, k, v, jnp.tril(jnp.ones((1, 5, 5), bool)), (k_cache, v_cache, jnp.asarray([0, 67], jnp.int32)), None
-np.testing.assert_allclose(attend(*operands, True), attend(*operands), atol=1e-5)
+np.testing.assert_allclose(attend(*operands, native=True), attend(*operands), atol=1e-5)
 print(width)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
