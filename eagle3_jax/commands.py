@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax.decoding.generate import NonFiniteLogitsError
 from eagle3_jax.drafting import Draft
+from eagle3_jax.layout import LAYOUTS
 from eagle3_jax.lm_draft import LanguageModelDraft
 from eagle3_jax.processor import processor_name
 from eagle3_jax.prompts import Prompt, PromptError, encode_prompt
@@ -90,6 +91,13 @@ def add_model_options(parser: argparse.ArgumentParser, plain_text: bool = True) 
         "--int8",
         choices=("target", "draft", "both"),
         help="weights of one byte, for the target, the draft or both; the text is then that of the int8 target",
+    )
+    group.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default="auto",
+        help="of the weights in memory: panels, which a CPU reads fastest (float32, one device, needs a C++ compiler), or plain arrays; auto: "
+        "panels where they can be",
     )
     group.add_argument("--tokenizer", help="folder, hub id, .gguf file, or built-in name; unset: the target's")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type; float32 is the fast one on a CPU")
@@ -172,15 +180,17 @@ def load_models(
     if mesh is None and args.mesh:
         mesh = named_mesh(parse_mesh(args.mesh))
     with status(f"loading {args.target}"):
-        target = load_target(args.target, args.dtype, mesh, weights="int8" if args.int8 in ("target", "both") else "float")
+        target = load_target(
+            args.target, args.dtype, mesh, weights="int8" if args.int8 in ("target", "both") else "float", layout=args.layout
+        )
     drafted = "int8" if args.int8 in ("draft", "both") else "float"
     draft = None
     if args.draft_model is not None:
         with status(f"loading {args.draft_model}"):
-            draft = LanguageModelDraft.of(load_target(args.draft_model, args.dtype, mesh, weights=drafted), target)
+            draft = LanguageModelDraft.of(load_target(args.draft_model, args.dtype, mesh, weights=drafted, layout=args.layout), target)
     elif args.draft != "none":
         with status("loading the head"):
-            draft = load_draft(args.draft or args.target, target, args.dtype, mesh, weights=drafted, **(reading or {}))
+            draft = load_draft(args.draft or args.target, target, args.dtype, mesh, weights=drafted, layout=args.layout, **(reading or {}))
     return Models(target, draft, tokenizer)
 
 

@@ -13,6 +13,7 @@ from eagle3_jax.bench.replay import largest_tree, replay
 from eagle3_jax.decoding.auto import measured, plan_file
 from eagle3_jax.decoding.generate import generate
 from eagle3_jax.drafting import Draft
+from eagle3_jax.layout import layout_of, why_plain
 from eagle3_jax.target import Target
 from eagle3_jax.tuning.plan import MARGIN, Plan
 from eagle3_jax.tuning.survival import Survival
@@ -39,7 +40,11 @@ def tune(
     auto = measured(target, draft, batch, survival)
     costs, plan = auto.stored.costs, auto.plan(chains_only=options.get("rule") == "rejection")
     source = auto.survival.source if auto.counted else f"not counted for this draft, so those of a typical head: {auto.survival.source}"
-    say(f"passes at batch {costs.batch}, by tokens or nodes per row\n\n{plan_show.passes_table(costs)}\n")
+    held = layout_of(target)
+    because = "" if held == "panels" else f" ({why_plain(target)})"
+    say(
+        f"weights in memory: {held}{because}\npasses at batch {costs.batch}, by tokens or nodes per row\n\n{plan_show.passes_table(costs)}\n"
+    )
     say(f"acceptance: {auto.survival.cycles} cycles; {source}\n\n{plan_show.candidates_table(plan)}\n")
     say(f"speed-up over plain decoding by size of tree\n\n{plan_show.tuning_table(plan)}\n")
     best, chosen = plan.best_tree, plan.chosen
