@@ -96,8 +96,8 @@ def add_model_options(parser: argparse.ArgumentParser, plain_text: bool = True) 
         "--layout",
         choices=LAYOUTS,
         default="auto",
-        help="of the weights in memory: panels, which a CPU reads fastest (float32, one device, needs a C++ compiler), or plain arrays; auto: "
-        "panels where they can be",
+        help="of the weights in memory: panels, which a CPU reads fastest (in float32, on one device, with a C++ compiler), or plain arrays; "
+        "auto: panels where they can be",
     )
     group.add_argument("--tokenizer", help="folder, hub id, .gguf file, or built-in name; unset: the target's")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type; float32 is the fast one on a CPU")

@@ -40,11 +40,9 @@ def tune(
     auto = measured(target, draft, batch, survival)
     costs, plan = auto.stored.costs, auto.plan(chains_only=options.get("rule") == "rejection")
     source = auto.survival.source if auto.counted else f"not counted for this draft, so those of a typical head: {auto.survival.source}"
-    held = layout_of(target)
-    because = "" if held == "panels" else f" ({why_plain(target)})"
-    say(
-        f"weights in memory: {held}{because}\npasses at batch {costs.batch}, by tokens or nodes per row\n\n{plan_show.passes_table(costs)}\n"
-    )
+    reason = why_plain(target) if layout_of(target) == "plain" else None
+    say(f"weights in memory: {layout_of(target)}{f' ({reason})' if reason else ''}")
+    say(f"passes at batch {costs.batch}, by tokens or nodes per row\n\n{plan_show.passes_table(costs)}\n")
     say(f"acceptance: {auto.survival.cycles} cycles; {source}\n\n{plan_show.candidates_table(plan)}\n")
     say(f"speed-up over plain decoding by size of tree\n\n{plan_show.tuning_table(plan)}\n")
     best, chosen = plan.best_tree, plan.chosen
