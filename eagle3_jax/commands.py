@@ -96,7 +96,7 @@ def add_model_options(parser: argparse.ArgumentParser, plain_text: bool = True) 
         "--layout",
         choices=LAYOUTS,
         default="auto",
-        help="of the weights in memory: panels, which a CPU reads fastest (in float32, on one device, with a C++ compiler), or plain arrays; "
+        help="of the weights in memory: panels, which a CPU reads fastest (float32, one device, a C++ compiler), or plain arrays; "
         "auto: panels where they can be",
     )
     group.add_argument("--tokenizer", help="folder, hub id, .gguf file, or built-in name; unset: the target's")
