@@ -154,6 +154,8 @@ def verify(args: argparse.Namespace) -> None:
         use_compilation_cache()
     if args.int8 in ("draft", "both"):
         raise ValueError("--int8: a head is verified with the weights of its file; give --int8 target at most")
+    if args.int8 == "auto":
+        args.int8 = "none"
     if args.prompts is None:
         prompts = [Prompt.of_text(text, f"question {i}") for i, text in enumerate(QUESTIONS, 1)]
     else:
