@@ -36,7 +36,7 @@ def own(args: argparse.Namespace, tree: str | None) -> Answer:
 
     use_compilation_cache()
     target = e3.load_target(args.target)
-    draft = e3.load_draft(args.head, target) if tree else None
+    draft = e3.load_draft(args.head, target, weights="int8") if tree else None  # as the commands read it on a CPU
     shape = parse_tree(tree) if tree else None
     return lambda ids, new: e3.generate(target, draft, [ids], new, tree=shape, eos_token_ids=[]).tokens[0]
 

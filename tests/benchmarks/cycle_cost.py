@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--draft", default="smollm2-135m")
+    parser.add_argument("--draft-weights", choices=("float", "int8"), default="int8", help="int8: as the commands read a head on a CPU")
     parser.add_argument("--trees", nargs="+", default=["chain:3", "tree:16,4,4", "tree:8,3,3", "tree:60,8,10"])
     parser.add_argument("--what-if", nargs="*", default=["chain:1", "chain:2", "chain:3"], help="chains for the what-if part")
     parser.add_argument("--tokens", type=int, default=96)
@@ -47,7 +48,7 @@ def main() -> None:
 
     use_compilation_cache()
     target = e3.load_target(args.target)
-    draft = e3.load_draft(args.draft, target)
+    draft = e3.load_draft(args.draft, target, weights=args.draft_weights)
     prompt = chat_ids(e3.load_tokenizer(args.target), [{"role": "user", "content": QUESTION}])
     calls = Calls(target, prompt, args.tokens)
     plain_call = calls.make(None, None)
