@@ -34,12 +34,13 @@ def attend(
     cached: (k [B, K, H, S], v [B, K, S, H], lengths int32 [B]); every query reads exactly the slots below its row's length,
     and none below its own `oldest` (int32 [B, T], the first slot of a sliding window).
     Scores and softmax are float32 whatever the dtype. Many queries over a cache go by blocks: score tiles stay small.
-    native: a few queries over a cache may go to `native/attend.cc`, which is for models in panels (`layout.laid_out`).
+    native: a few queries over a cache may go to `native/attend.cc`, which is for models in panels (`panels.is_native`).
     """
     B, T, N, H = q_BTNH.shape
     if native and cached is not None and T <= FEW and q_BTNH.dtype == jnp.float32 and H % 4 == 0:
         operands = (q_BTNH, k_BRKH, v_BRKH, mask_BTR, *cached, *(() if oldest_BT is None else (oldest_BT,)))
-        return jax.ffi.ffi_call(ATTEND, jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32))(*operands)
+        call = jax.ffi.ffi_call(ATTEND, jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32), vmap_method="sequential")
+        return call(*operands)
     if cached is not None and T > QUERIES:
         starts = range(0, T, QUERIES)
         blocks = [[x[:, s : s + QUERIES] for x in (q_BTNH, mask_BTR, oldest_BT) if x is not None] for s in starts]

@@ -14,7 +14,7 @@ from eagle3_jax.attention import attend, causal_mask
 from eagle3_jax.cache import BlockKV, Cache, after, append, empty_cache
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
-from eagle3_jax.panels import Panels
+from eagle3_jax.panels import is_native
 from eagle3_jax.params import VocabMap, fill, named_variables, param
 from eagle3_jax.sharding import constrain, lookup
 
@@ -183,5 +183,5 @@ def forward(
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
     cached = None if cache is None else (cache.k[0], cache.v[0], cache.lengths)
-    attended = attend(q, k, v, mask_BTR, cached, native=isinstance(draft.q[...], Panels))
+    attended = attend(q, k, v, mask_BTR, cached, native=is_native(draft.q[...]))
     return finish_layer(draft, x_BTD, attended), (k, v)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.int8 import Int8
-from eagle3_jax.native.build import PRODUCT
+from eagle3_jax.native.build import PRODUCT, NoNativeError, panel_width
 
 
 @jax.tree_util.register_dataclass
@@ -79,16 +79,38 @@ class Panels:
     def product(self, x: jax.Array, result: Any = None) -> jax.Array:
         """x [..., I] times it, [..., *O] in `result`, or x's dtype; computed in float32."""
         flat_XI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        y = jax.lax.platform_dependent(flat_XI, cpu=self._read_once, default=self._as_matrix)
+        if is_native(self):
+            y = jax.lax.platform_dependent(self, flat_XI, cpu=_read_once, default=Panels._as_matrix)
+        else:
+            y = self._as_matrix(flat_XI)
         return y.astype(result or x.dtype).reshape(*x.shape[:-1], *self.outputs)
-
-    def _read_once(self, x_XI: jax.Array) -> jax.Array:
-        shape = jax.ShapeDtypeStruct((x_XI.shape[0], math.prod(self.outputs)), jnp.float32)
-        return jax.ffi.ffi_call(PRODUCT, shape)(x_XI, self.values, *(() if self.scale is None else (self.scale,)))
 
     def _as_matrix(self, x_XI: jax.Array) -> jax.Array:
         y = jnp.dot(x_XI, _matrix(self).astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         return y if self.scale is None else y * self.scale[None]
+
+
+@jax.custom_jvp
+def _read_once(panels: Panels, x_XI: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((x_XI.shape[0], math.prod(panels.outputs)), jnp.float32)
+    scale = () if panels.scale is None else (panels.scale,)
+    return jax.ffi.ffi_call(PRODUCT, shape, vmap_method="sequential")(x_XI, panels.values, *scale)
+
+
+@_read_once.defjvp
+def _derivative(primals: tuple[Panels, jax.Array], tangents: tuple[Panels, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return jax.jvp(Panels._as_matrix, primals, tangents)
+
+
+def is_native(weight: Any) -> bool:
+    """Whether it is panels that this process has the custom calls for. Those of another machine, or cast to another type, are a matrix
+    like any other."""
+    if not isinstance(weight, Panels) or weight.values.dtype not in (jnp.float32, jnp.int8):
+        return False
+    try:
+        return weight.values.shape[2] == panel_width()
+    except NoNativeError:
+        return False
 
 
 def _matrix(panels: Panels) -> jax.Array:

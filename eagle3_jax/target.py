@@ -12,7 +12,7 @@ from eagle3_jax.attention import attend, attend_causal
 from eagle3_jax.cache import BlockKV, Cache, empty_cache
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
-from eagle3_jax.panels import Panels
+from eagle3_jax.panels import is_native
 from eagle3_jax.params import param
 from eagle3_jax.sharding import constrain, gathered, lookup
 
@@ -136,7 +136,7 @@ def forward(
         else:
             cached = None if cache is None else (cache.k[i], cache.v[i], cache.lengths)
             mask, oldest = narrowed[windows[i]]
-            attended = attend(q, k, v, mask, cached, oldest, native=isinstance(block.qkv[...], Panels))
+            attended = attend(q, k, v, mask, cached, oldest, native=is_native(block.qkv[...]))
         x = x + _project(block, "o", attended.reshape(B, T, -1))
         u = rms_norm(x, block.mlp_norm[...], c.rms_norm_eps)
         gate_up = _project(block, "gate_up", u)

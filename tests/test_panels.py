@@ -1,5 +1,6 @@
 """Weights in panels: the compiled product against numpy, rows that are the same in every pass, models carried over and back, decoding."""
 
+import pickle
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from eagle3_jax.layers import linear
 from eagle3_jax.layout import laid_out, layout_of, plain
 from eagle3_jax.native import build
 from eagle3_jax.native.build import NoNativeError, compiled, panel_width
-from eagle3_jax.panels import Panels, in_panels, in_plain
+from eagle3_jax.panels import Panels, in_panels, in_plain, is_native
 from eagle3_jax.params import named_variables
 from eagle3_jax.quantize import quantize_int8
 from eagle3_jax.sharding import make_mesh, place
@@ -30,6 +31,12 @@ from eagle3_jax.weights.heads import save_head
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
 PROMPTS = [[5, 9, 2, 31, 17, 40, 8], [11], [7, 7, 7]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """Attention is called here without the model that would ask for the custom calls."""
+    panel_width()
 
 
 def random(*shape, seed=0):
@@ -98,6 +105,59 @@ def test_attention_passes_on_what_is_not_finite():
     for bad in ((k.at[0, 0].set(jnp.nan), v), (k, v.at[0, 0].set(jnp.nan)), (k, v.at[0, 0].set(jnp.inf))):
         got = attend(q, *bad, mask, cache, native=True)
         assert np.array_equal(np.isfinite(got).all((0, 2, 3)), [False, True, False])
+
+
+def test_attention_stays_in_its_slots():
+    """Whatever the lengths say. A slot that is not finite, behind the window of some queries of a pass, reaches the others alone."""
+    tokens, slots = 6, 40
+    q, k, v = (jnp.asarray(random(3, tokens, heads, 16, seed=heads)) for heads in (4, 2, 2))
+    mask = jnp.tril(jnp.ones((1, tokens, tokens), bool))
+    k_cache, v_cache = random(3, 2, 16, slots, seed=5), random(3, 2, slots, 16, seed=6)
+    oldest = jnp.tile(jnp.arange(10, 10 + tokens, dtype=jnp.int32), (3, 1))
+    cache = k_cache.copy(), v_cache.copy(), jnp.asarray([slots + 9, -(10**6), 33], jnp.int32)
+    cache[0][:, :, :, 12], cache[1][:, :, 12] = np.nan, np.nan
+    got = np.array(attend(q, k, v, mask, (jnp.asarray(cache[0]), jnp.asarray(cache[1]), cache[2]), oldest, native=True))
+    want = attend(q, k, v, mask, (jnp.asarray(k_cache), jnp.asarray(v_cache), cache[2]), oldest)
+    sees = np.array([0, 2])[:, None], np.arange(3)
+    assert np.isnan(got[sees]).all()
+    got[sees] = np.asarray(want)[sees]
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_transformations():
+    """As of any other product: mapped, differentiated, and with the numbers cast."""
+    x, w = jnp.asarray(random(2, 3, 20)), jnp.asarray(random(20, 70, seed=1))
+    for weight in (w, to_int8(w)):
+        panels = in_panels(weight, panel_width())
+        whole = jnp.asarray(np.asarray(panels))
+        assert np.array_equal(jax.vmap(panels.product)(x), panels.product(x))
+        slope = jax.jit(jax.grad(lambda x, panels: jnp.sum(jnp.sin(panels.product(x)))))(x, panels)
+        np.testing.assert_allclose(slope, jnp.cos(x @ whole) @ whole.T, atol=1e-4)
+    cast = jax.tree.map(lambda values: values.astype(jnp.bfloat16), in_panels(w, panel_width()))
+    assert not is_native(cast)
+    np.testing.assert_allclose(cast.product(x), x @ w.astype(jnp.bfloat16).astype(jnp.float32), atol=1e-4)
+    q, k, v = (jnp.asarray(random(2, 1, 3, 2, 8, seed=seed)) for seed in range(3))
+    cache = jnp.zeros((1, 2, 8, 4)), jnp.zeros((1, 2, 4, 8)), jnp.asarray([2], jnp.int32)
+    mapped = jax.vmap(lambda q, k, v: attend(q, k, v, jnp.ones((1, 3, 3), bool), cache, native=True))(q, k, v)
+    for row in range(2):
+        np.testing.assert_array_equal(mapped[row], attend(q[row], k[row], v[row], jnp.ones((1, 3, 3), bool), cache, native=True))
+
+
+def test_panels_from_elsewhere(tmp_path):
+    """Unpickled in a process that has not asked for the custom calls yet, with this machine's width and with another's."""
+    w, x = jnp.asarray(random(9, 30)), random(2, 9, seed=1)
+    (tmp_path / "panels").write_bytes(pickle.dumps([in_panels(w, width) for width in (panel_width(), 24)]))
+    program = f"""
+import pickle, numpy as np, jax.numpy as jnp
+from eagle3_jax.panels import is_native
+panels = pickle.load(open({str(tmp_path / "panels")!r}, "rb"))
+x = jnp.asarray({x.tolist()}, jnp.float32)
+first, second = (np.asarray(one.product(x)) for one in panels)
+np.testing.assert_allclose(first, second, atol=1e-5)
+print([is_native(one) for one in panels])
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "[True, False]\n", ran.stderr
 
 
 def test_many_calls_at_once():
@@ -183,6 +243,32 @@ def test_compiling(tmp_path, monkeypatch):
     path = compiled()
     written = path.stat().st_mtime_ns
     assert compiled() == path and path.stat().st_mtime_ns == written
+    path.write_bytes(path.read_bytes()[:5000])  # to load it would kill the process
+    again = compiled()
+    assert again.stat().st_size > 5000 and [*path.parent.iterdir()] == [again]
+
+
+def test_no_compiling(tmp_path, monkeypatch):
+    """A cache that cannot be written to, a compiler that does not end or is replaced: never a crash, and not asked twice."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert str(tmp_path / "file") in str(build._width_or_reason.__wrapped__())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = tmp_path / "slow++"
+    compiler.write_text("#!/bin/sh\necho >> $0.calls\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "PATIENCE", 0.3)
+    with pytest.raises(NoNativeError, match=r"slow\+\+ does not end within 0.3 s"):
+        compiled((str(compiler),))
+    assert (tmp_path / "slow++.calls").read_text() == "\n" and not [*(tmp_path / "eagle3_jax" / "native").iterdir()]
+    copier = tmp_path / "copy++"
+    for text in ("one", "two"):
+        copier.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho {text} > "$2"\n')
+        copier.chmod(0o755)
+        monkeypatch.setattr(build, "PATIENCE", 60)
+        assert compiled((str(copier),)).read_text() == f"{text}\n"
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: panel_width(), range(8))) == {panel_width()}
 
 
 @pytest.mark.parametrize("flags", [["-mno-avx512f"], ["-mno-avx"]])
@@ -196,20 +282,19 @@ def test_other_processors(flags, tmp_path):
         pytest.skip("not a processor of this kind")
     assert made.returncode == 0, made.stderr
     program = f"""
-import ctypes, jax, jax.numpy as jnp, numpy as np
+import jax.numpy as jnp, numpy as np
 from eagle3_jax.int8 import to_int8
 from eagle3_jax.attention import attend
-from eagle3_jax.native.build import ATTEND, PRODUCT
-from eagle3_jax.panels import in_panels
-library = ctypes.CDLL({str(library)!r})
-for name in (PRODUCT, ATTEND):
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-width = library.eagle3_panel_width()
+from eagle3_jax.native import build
+from eagle3_jax.panels import in_panels, is_native
+build.compiled = lambda: {str(library)!r}
+width = build.panel_width()
 random = np.random.default_rng(0).standard_normal
 x, w = random((37, 130)).astype(np.float32), jnp.asarray(random((130, 70)).astype(np.float32))
 for weight in (w, to_int8(w)):
     exact = np.asarray(w) if weight is w else np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)
     panels = in_panels(weight, width)
+    assert is_native(panels)
     got = np.asarray(panels.product(jnp.asarray(x)))
     np.testing.assert_allclose(got, x @ exact, atol=1e-4)
     assert all(np.array_equal(panels.product(jnp.asarray(x[:n])), got[:n]) for n in range(1, 37))

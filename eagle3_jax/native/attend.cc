@@ -1,10 +1,11 @@
 // Attention of a pass of few tokens over the key/value cache and over the pass's own keys: an XLA custom call for the CPU.
 //
-// One softmax per query and head, over the slots below the row's length (and not below the query's oldest), and over those own keys that the
-// mask lets it see; what it does not see is not read, and one that sees nothing gets zeros. XLA computes the scores of all slots that there are, and its small batched products
-// are slow: at 60 tokens, or at 16 rows, they take as long as the weights.
+// One softmax per query and head, over the slots below the row's length (and not below the query's oldest), and over those own keys that
+// the mask lets it see; what it does not see leaves no trace, whatever it is, and one that sees nothing gets zeros. XLA computes the scores
+// of all slots that there are, and its small batched products are slow: at 60 tokens, or at 16 rows, they take as long as the weights.
 //
-// Layouts are those of `attention.attend`: q [B, T, N, H], own k and v [B, R, K, H], mask [B or 1, T, R], cache k [B, K, H, S], v [B, K, S, H].
+// Layouts are those of `attention.attend`: q [B, T, N, H], own k and v [B, R, K, H], mask [B or 1, T, R], cache k [B, K, H, S] and
+// v [B, K, S, H].
 
 #include <math.h>
 #include <stdlib.h>
@@ -34,7 +35,7 @@ inline typename Vector<lanes>::Floats exponential(typename Vector<lanes>::Floats
   return (p * r * r + r + 1.0f) * (Floats)power;
 }
 
-// The scores, later the weights, of the item that a thread is at; grows, and goes with the thread.
+// The scores, later the weights, of the item that a thread is at; grows, and goes with the thread. Null where there is no memory.
 struct Room {
   float* at = nullptr;
   int64_t size = 0;
@@ -43,7 +44,7 @@ struct Room {
     if (wanted > size) {
       free(at);
       at = static_cast<float*>(aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64));
-      size = wanted;
+      size = at ? wanted : 0;
     }
     return at;
   }
@@ -63,33 +64,35 @@ struct Attend {
   int64_t blocks() const { return (queries() + kQueries - 1) / kQueries; }
   int64_t pieces() const { return batch * kv_heads * blocks(); }
 
-  void run(int64_t piece) const {
+  bool run(int64_t piece) const {
     const int64_t block = piece % blocks(), head = piece / blocks() % kv_heads, row = piece / blocks() / kv_heads;
     const int64_t first = queries() * block / blocks(), count = queries() * (block + 1) / blocks() - first;
-    with_count<kQueries>(count, row, head, first);
+    return with_count<kQueries>(count, row, head, first);
   }
 
   template <int most>
-  void with_count(int64_t count, int64_t row, int64_t head, int64_t first) const {
+  bool with_count(int64_t count, int64_t row, int64_t head, int64_t first) const {
     if constexpr (most > 1) {
       if (count < most) return with_count<most - 1>(count, row, head, first);
     }
-    item<most>(row, head, first);
+    return item<most>(row, head, first);
   }
 
   template <int count>
-  void item(int64_t row, int64_t head, int64_t first) const {
-    const int64_t group = heads / kv_heads, length = least(lengths[row], slots), stride = slots + own;
+  bool item(int64_t row, int64_t head, int64_t first) const {
+    const int64_t group = heads / kv_heads, length = least(lengths[row] < 0 ? 0 : lengths[row], slots), stride = slots + own;
     static thread_local Room room;
     float* const scores = room.of(count * stride + count * width);
+    if (!scores) return false;
     float* const asked = scores + count * stride;  // the queries, scaled
-    int64_t token[count], head_of[count], begin[count], start = length;
+    int64_t token[count], head_of[count], begin[count], start = length, common = 0;
     const float scale = 1.0f / sqrtf(static_cast<float>(width));
     for (int x = 0; x < count; ++x) {
       token[x] = (first + x) / group;
       head_of[x] = head * group + (first + x) % group;
       begin[x] = oldest ? least(length, oldest[row * tokens + token[x]] < 0 ? 0 : oldest[row * tokens + token[x]]) : 0;
       start = least(start, begin[x]);
+      common = begin[x] > common ? begin[x] : common;
       const float* from = q + ((row * tokens + token[x]) * heads + head_of[x]) * width;
       for (int64_t h = 0; h < width; ++h) asked[x * width + h] = from[h] * scale;
     }
@@ -119,7 +122,6 @@ struct Attend {
           mine[slots + r] = dot(asked + x * width, k + ((row * own + r) * kv_heads + head) * width);
           peak = mine[slots + r] > peak ? mine[slots + r] : peak;
         }
-      for (int64_t i = start; i < begin[x]; ++i) mine[i] = 0;
       total[x] = weigh(mine + begin[x], length - begin[x], peak);
       for (int64_t r = 0; r < own; ++r)
         if (sees[r]) total[x] += weigh(mine + slots + r, 1, peak);
@@ -129,10 +131,9 @@ struct Attend {
       const int64_t vectors = least(kBlock, (width - h) / lanes);
       for (int x = 0; x < count; ++x)
         for (int i = 0; i < kBlock; ++i) sums[x][i] = Floats{};
-      if (vectors == kBlock)
-        add<count, kBlock>(scores + start, values + start * width + h, length - start, stride, sums);
-      else
-        for (int i = 0; i < vectors; ++i) add_one<count>(scores + start, values + start * width + h + i * lanes, length - start, stride, sums, i);
+      // Slots that not all see, then those that all do.
+      for (int x = 0; x < count; ++x) add<1>(vectors, scores + x * stride, values + h, begin[x], common, stride, sums + x);
+      add<count>(vectors, scores, values + h, common, length, stride, sums);
       for (int x = 0; x < count; ++x) {
         const bool* sees = mask + ((mask_rows == 1 ? 0 : row) * tokens + token[x]) * own;
         for (int64_t r = 0; r < own; ++r)
@@ -144,6 +145,7 @@ struct Attend {
       }
       h += vectors * lanes;
     }
+    return true;
   }
 
   template <int count, int vectors>
@@ -185,26 +187,32 @@ struct Attend {
     return whole;
   }
 
-  template <int count, int vectors>
-  void add(const float* weights, const float* values, int64_t length, int64_t stride, Floats (&sums)[count][kBlock]) const {
-    for (int64_t s = 0; s < length; ++s)
-      for (int i = 0; i < vectors; ++i) {
-        const Floats value = load<lanes>(values + s * width + i * lanes);
-        for (int x = 0; x < count; ++x) sums[x][i] += weights[x * stride + s] * value;
-      }
+  // Adds the values of slots `from` to `to`, by weight; kBlock vectors of the width at once, or fewer one by one.
+  template <int count>
+  void add(int64_t vectors, const float* weights, const float* values, int64_t from, int64_t to, int64_t stride,
+           Floats (*sums)[kBlock]) const {
+    if (vectors == kBlock) return add_vectors<count, kBlock>(weights, values, from, to, stride, sums, 0);
+    for (int i = 0; i < vectors; ++i) add_vectors<count, 1>(weights, values + i * lanes, from, to, stride, sums, i);
   }
 
-  template <int count>
-  void add_one(const float* weights, const float* values, int64_t length, int64_t stride, Floats (&sums)[count][kBlock], int i) const {
-    for (int64_t s = 0; s < length; ++s) {
-      const Floats value = load<lanes>(values + s * width);
-      for (int x = 0; x < count; ++x) sums[x][i] += weights[x * stride + s] * value;
-    }
+  template <int count, int vectors>
+  void add_vectors(const float* weights, const float* values, int64_t from, int64_t to, int64_t stride, Floats (*sums)[kBlock],
+                   int at) const {
+    Floats sum[count][vectors];
+    for (int x = 0; x < count; ++x)
+      for (int i = 0; i < vectors; ++i) sum[x][i] = sums[x][at + i];
+    for (int64_t s = from; s < to; ++s)
+      for (int i = 0; i < vectors; ++i) {
+        const Floats value = load<lanes>(values + s * width + i * lanes);
+        for (int x = 0; x < count; ++x) sum[x][i] += weights[x * stride + s] * value;
+      }
+    for (int x = 0; x < count; ++x)
+      for (int i = 0; i < vectors; ++i) sums[x][at + i] = sum[x][i];
   }
 };
 
 template <int lanes>
-void attend(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* attend(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Buffer &q = argument(frame, 0), &k = argument(frame, 1), &mask = argument(frame, 3), &cache = argument(frame, 4);
   Attend<lanes> work = {};
   work.q = data<const float>(q);
@@ -218,7 +226,7 @@ void attend(XLA_FFI_CallFrame* frame) {
   work.out = data<float>(result(frame));
   work.batch = q.dims[0], work.tokens = q.dims[1], work.heads = q.dims[2], work.width = q.dims[3];
   work.own = k.dims[1], work.kv_heads = k.dims[2], work.slots = cache.dims[3], work.mask_rows = mask.dims[0];
-  share(frame, work, work.pieces());
+  return share(frame, work, work.pieces());
 }
 
 bool shaped(const XLA_FFI_Buffer& buffer, XLA_FFI_DataType dtype, int64_t rank, int64_t a, int64_t b, int64_t c = 0, int64_t d = 0) {
@@ -243,12 +251,8 @@ extern "C" XLA_FFI_Error* eagle3_attend(XLA_FFI_CallFrame* frame) {
                    shaped(cache, floats, 4, B, K, H, S) && shaped(argument(frame, 5), floats, 4, B, K, S, H) &&
                    shaped(argument(frame, 6), ints, 1, B, 0) && shaped(result(frame), floats, 4, B, T, N, H) &&
                    (frame->args.size == 7 || shaped(argument(frame, 7), ints, 2, B, T));
-  if (!fit || N % K) return refuse(frame, "attend: types and shapes do not belong together");
-  if (H % kLanes == 0)
-    attend<kLanes>(frame);
-  else if (H % 4 == 0)
-    attend<4>(frame);
-  else
-    return refuse(frame, "attend: a head's width must be a multiple of 4");
-  return nullptr;
+  if (!fit || K == 0 || N % K) return refuse(frame, "attend: types and shapes do not belong together");
+  if (H % kLanes == 0) return attend<kLanes>(frame);
+  if (H % 4 == 0) return attend<4>(frame);
+  return refuse(frame, "attend: a head's width must be a multiple of 4");
 }

@@ -8,6 +8,8 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
+import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +18,6 @@ import jax
 
 from eagle3_jax.processor import processor_name
 from eagle3_jax.user_cache import cache_folder
-from eagle3_jax.whole_file import whole_file
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
@@ -34,21 +35,33 @@ class NoNativeError(RuntimeError):
     """The custom calls are not to be had on this machine; says why."""
 
 
-@functools.cache
+_LOCK = threading.Lock()
+
+
 def panel_width() -> int:
     """Numbers in a row of a panel, once the custom calls are registered with JAX.
 
     Raises NoNativeError: the CPU is not JAX's platform, there is no C++ compiler, it fails, or what it makes does not load.
     """
+    with _LOCK:  # the name of a custom call is taken once
+        width = _width_or_reason()
+    if isinstance(width, str):
+        raise NoNativeError(width)
+    return width
+
+
+@functools.cache
+def _width_or_reason() -> int | str:
+    """Asked once in a process: a compiler that fails, or does not end, would do so for every model."""
     if jax.default_backend() != "cpu":
-        raise NoNativeError(f"JAX runs on {jax.default_backend()}, and the custom calls are for CPUs")
+        return f"JAX runs on {jax.default_backend()}, and the custom calls are for CPUs"
     try:
         library = ctypes.CDLL(str(compiled()))
         # The backend is there by now: a refusal concerns these calls alone.
         for name in (PRODUCT, ATTEND):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError) as error:
-        raise NoNativeError(str(error)) from error
+        return str(error)
     return int(library.eagle3_panel_width())
 
 
@@ -62,28 +75,35 @@ def compiled(compilers: Sequence[str] = COMPILERS) -> Path:
         raise NoNativeError(f"no C++ compiler is found (looked for {', '.join(compilers)})")
     sources = sorted(FOLDER.glob("*.cc"))
     text = b"".join(path.read_bytes() for path in (*sources, *sorted(FOLDER.glob("*.h"))))
-    about = (processor_name(), version("jaxlib"), os.path.realpath(compiler), *FLAGS)
-    name = hashlib.sha256(text + repr(about).encode()).hexdigest()[:16]
-    path = cache_folder() / "native" / f"kernels-{name}.so"
-    if path.is_file():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    complaints = []
-    with whole_file(path) as part:
+    program = os.stat(compiler)  # of what a link points to; a compiler may be replaced where it lies
+    about = (processor_name(), version("jaxlib"), os.path.realpath(compiler), program.st_size, program.st_mtime_ns, *FLAGS, *PROCESSOR)
+    name = f"kernels-{_digest(text + repr(about).encode())}"
+    folder = cache_folder() / "native"
+    # The name ends with a digest of the file: to load one that was cut short kills the process.
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        if path.stem == f"{name}-{_digest(path.read_bytes())}":
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    complaint = None
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        part = Path(scratch) / "kernels.so"
         for processor in PROCESSOR:
             complaint = _compile([compiler, *FLAGS, *processor, f"-I{jax.ffi.include_dir()}", *map(str, sources), "-o", str(part)])
             if complaint is None:
-                break
-            complaints.append(complaint)
-        else:
-            raise NoNativeError(f"{compiler} fails: {complaints[-1]}")
-    return path
+                return part.replace(folder / f"{name}-{_digest(part.read_bytes())}.so")
+    raise NoNativeError(f"{compiler} fails: {complaint}")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _compile(command: Sequence[str]) -> str | None:
-    """What the compiler complains of, in a line; None when it made the file."""
+    """What the compiler complains of, in a line; None when it made the file. Raises NoNativeError when it does not end."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
+    except subprocess.TimeoutExpired as error:
+        raise NoNativeError(f"{command[0]} does not end within {PATIENCE:g} s") from error
+    except OSError as error:
         return str(error)
     return (ran.stderr.strip().splitlines() or ["no message"])[0] if ran.returncode else None

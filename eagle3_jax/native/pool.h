@@ -7,24 +7,38 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 
 #include "xla/ffi/api/c_api.h"
 
 namespace {
 
-// `work.run(i)` for every i below `pieces`. The caller takes pieces from a counter beside the threads of the pool, and in the end waits only
-// for pieces that somebody has begun: no thread of the pool need ever come. Those that come late find nothing to do, and the last one frees
-// the counters.
+constexpr const char* kNoMemory = "out of memory";
+
+inline XLA_FFI_Error* refuse(XLA_FFI_CallFrame* frame, const char* message,
+                             XLA_FFI_Error_Code code = XLA_FFI_Error_Code_INVALID_ARGUMENT) {
+  XLA_FFI_Error_Create_Args args = {};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message;
+  args.errc = code;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+// `work.run(i)`, false where memory is wanting, for every i below `pieces`. The caller takes pieces from a counter beside the threads of
+// the pool, and in the end waits only for pieces that somebody has begun: no thread of the pool need ever come. Those that come late find
+// nothing to do, and the last one frees the counters.
 template <typename Work>
 struct Job {
   Work work;
   int64_t pieces;
   std::atomic<int64_t> next{0}, done{0}, users{1};
+  std::atomic<bool> failed{false};
 
   Job(const Work& work, int64_t pieces) : work(work), pieces(pieces) {}
   void run() {
     int64_t mine = 0;
-    for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces; ++mine) work.run(piece);
+    for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces; ++mine)
+      if (!work.run(piece)) failed.store(true, std::memory_order_relaxed);
     done.fetch_add(mine, std::memory_order_release);
   }
   void leave() {
@@ -37,9 +51,11 @@ struct Job {
   }
 };
 
+// No exception leaves a custom call: memory that is not there is an error like any other.
 template <typename Work>
-void share(XLA_FFI_CallFrame* frame, const Work& work, int64_t pieces) {
-  auto* job = new Job<Work>(work, pieces);
+XLA_FFI_Error* share(XLA_FFI_CallFrame* frame, const Work& work, int64_t pieces) {
+  auto* job = new (std::nothrow) Job<Work>(work, pieces);
+  if (!job) return refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args ask = {};
   ask.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
@@ -65,7 +81,9 @@ void share(XLA_FFI_CallFrame* frame, const Work& work, int64_t pieces) {
   job->run();
   for (int spins = 0; job->done.load(std::memory_order_acquire) < pieces; ++spins)
     if (spins > 1000) sched_yield();
+  const bool failed = job->failed.load(std::memory_order_relaxed);
   job->leave();
+  return failed ? refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED) : nullptr;
 }
 
 // Whether XLA only asks what interface this was made for; answers it.
@@ -76,14 +94,6 @@ inline bool answered(XLA_FFI_CallFrame* frame) {
   metadata->api_version.minor_version = XLA_FFI_API_MINOR;
   metadata->traits = 0;
   return true;
-}
-
-inline XLA_FFI_Error* refuse(XLA_FFI_CallFrame* frame, const char* message) {
-  XLA_FFI_Error_Create_Args args = {};
-  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.message = message;
-  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
-  return frame->api->XLA_FFI_Error_Create(&args);
 }
 
 inline const XLA_FFI_Buffer& argument(XLA_FFI_CallFrame* frame, int i) { return *static_cast<XLA_FFI_Buffer*>(frame->args.args[i]); }

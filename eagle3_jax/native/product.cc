@@ -90,7 +90,7 @@ struct Product {
   float* y;            // [M, O]
   int64_t rows, inputs, outputs;
 
-  void run(int64_t p) const {
+  bool run(int64_t p) const {
     const Weight* panel = w + p * inputs * kWidth;
     const int64_t width = least(kWidth, outputs - p * kWidth);
     for (int64_t strip = 0; strip < rows; strip += kStrip) {
@@ -123,6 +123,7 @@ struct Product {
         for (int64_t o = 0; o < width; ++o) out[o] = scale ? sums[m * kWidth + o] * scale[p * kWidth + o] : sums[m * kWidth + o];
       }
     }
+    return true;
   }
 };
 
@@ -146,12 +147,10 @@ extern "C" XLA_FFI_Error* eagle3_product(XLA_FFI_CallFrame* frame) {
     scale = data<const float>(given);
   }
   if (w.dtype == XLA_FFI_DataType_F32)
-    share(frame, Product<float>{data<const float>(x), data<const float>(w), scale, data<float>(y), rows, inputs, outputs}, panels);
-  else if (w.dtype == XLA_FFI_DataType_S8)
-    share(frame, Product<int8_t>{data<const float>(x), data<const int8_t>(w), scale, data<float>(y), rows, inputs, outputs}, panels);
-  else
-    return refuse(frame, "product: weights must be float32 or int8");
-  return nullptr;
+    return share(frame, Product<float>{data<const float>(x), data<const float>(w), scale, data<float>(y), rows, inputs, outputs}, panels);
+  if (w.dtype == XLA_FFI_DataType_S8)
+    return share(frame, Product<int8_t>{data<const float>(x), data<const int8_t>(w), scale, data<float>(y), rows, inputs, outputs}, panels);
+  return refuse(frame, "product: weights must be float32 or int8");
 }
 
 // W, which is this machine's.
