@@ -16,7 +16,7 @@ from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import tree_name
 from eagle3_jax.tuning import plan_store
 from eagle3_jax.tuning.costs import Costs, at_width, measure
-from eagle3_jax.tuning.plan import default_tree, make_plan
+from eagle3_jax.tuning.plan import Candidate, Plan, default_tree, make_plan, staying
 from eagle3_jax.tuning.survival import Survival, candidates, read_survival, typical_survival
 
 SURVIVAL = Survival(100, {"chain:1": (40,), "chain:2": (40, 20), "chain:3": (40, 20, 12), "tree:8,2,3": (60, 33)}, "made up")
@@ -128,6 +128,21 @@ def test_choice():
     assert default_tree("cpu") == Chain(2)
     assert default_tree("gpu", 1) == Chain(5)
     assert default_tree("tpu", 32000) == Tree.official()
+
+
+def test_a_tree_that_pays_stays():
+    """Until another is clearly faster: changing it costs a compilation."""
+
+    def plan(best, other):
+        ways = [Candidate(Chain(2), best, 1.0, 1.0), Candidate(Chain(3), other, 1.0, 1.0), Candidate(None, 1.0, 1.0, 1.0)]
+        ways.sort(key=lambda way: -way.speed_up)
+        return Plan(tuple(ways), ways[0])
+
+    assert staying(plan(1.40, 1.38), Chain(3)).chosen.tree == Chain(3)
+    assert staying(plan(1.40, 1.30), Chain(3)).chosen.tree == Chain(2)
+    assert staying(plan(0.98, 0.97), Chain(3)).chosen.tree is None
+    assert staying(plan(1.40, 1.38), None).chosen.tree == Chain(2)
+    assert staying(plan(1.40, 1.38), Chain(5)).chosen.tree == Chain(2)
 
 
 def test_passes_are_timed(target):

@@ -23,7 +23,7 @@ from eagle3_jax.tree import Chain, Tree
 from eagle3_jax.tree_names import tree_name
 from eagle3_jax.tuning import plan_store
 from eagle3_jax.tuning.costs import measure
-from eagle3_jax.tuning.plan import Plan, default_tree, make_plan
+from eagle3_jax.tuning.plan import Plan, default_tree, make_plan, staying
 from eagle3_jax.tuning.plan_store import Stored
 from eagle3_jax.tuning.survival import Survival, attached, typical_survival
 
@@ -44,13 +44,18 @@ class AutoTree:
         self.survival = stored.survival if stored.survival is not None else typical_survival()
         self.shift, self.weight = 0.0, KNOWN if self.counted else GUESSED
         self._plans: dict[tuple[float, bool], Plan] = {}
+        self._chosen: dict[bool, Tree | None] = {}
 
     def plan(self, chains_only: bool = False) -> Plan:
-        """All candidates at the present estimate, weighed anew when that has moved by a hundredth."""
+        """All candidates at the present estimate, weighed anew when that has moved by a hundredth.
+
+        A tree that still pays stays chosen until another promises clearly more: each size is a program, and compiling one takes seconds.
+        """
         key = (round(self.shift, 2), chains_only)
         if key not in self._plans:
             plan = make_plan(self.stored.costs, self.survival, shift=key[0], widest=1 if chains_only else self.widest)
-            self._plans = {key: plan}
+            plan = staying(plan, self._chosen.get(chains_only))
+            self._plans, self._chosen[chains_only] = {key: plan}, plan.chosen.tree
         return self._plans[key]
 
     def observe(self, tree: Tree | None, accept_lengths: Sequence[Sequence[int]]) -> None:

@@ -65,6 +65,14 @@ def make_plan(costs: Costs, survival: Survival, *, shift: float = 0.0, widest: i
     return Plan(tuple(found), best)
 
 
+def staying(plan: Plan, before: Tree | None, margin: float = MARGIN) -> Plan:
+    """The plan with the tree chosen `before`, if that still pays and the plan's choice is not faster by `margin`; None: there was none."""
+    now = next((c for c in plan.candidates if c.tree is not None and c.tree == before), None)
+    if now is None or now.speed_up < 1 or plan.chosen.speed_up > now.speed_up * (1 + margin):
+        return plan
+    return dataclasses.replace(plan, chosen=now)
+
+
 def known_sizes(survival: Survival) -> list[Tree]:
     """The candidates whose survival was counted."""
     return [tree for tree in candidates() if tree_name(tree) in survival.stood]
