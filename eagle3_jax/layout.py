@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -16,10 +17,11 @@ M = TypeVar("M", bound=nnx.Module)
 LAYOUTS = ("auto", "plain", "panels")
 
 
-def laid_out(module: M, layout: str) -> M:
+def laid_out(module: M, layout: str, consume: bool = False) -> M:
     """A filled model with its matrices in `layout`: "plain" arrays as `params.param` shapes them; "panels", which a CPU reads fastest;
     "auto": panels where they serve, which is a CPU, float32 and a C++ compiler.
 
+    consume: the model given is used up, matrix after matrix, so that no more than one is in memory twice.
     Raises ValueError for another name, and for "panels" where there can be none, saying why. A model on a mesh stays plain.
     """
     if layout not in LAYOUTS:
@@ -28,7 +30,7 @@ def laid_out(module: M, layout: str) -> M:
         return plain(module)
     reason = why_plain(module)
     if reason is None:
-        return _map(module, lambda variable, weight: in_panels(in_plain(weight), panel_width(), is_table(variable)))
+        return _map(module, lambda variable, weight: in_panels(in_plain(weight), panel_width(), is_table(variable)), consume)
     if layout == "panels":
         raise ValueError(f"layout 'panels': {reason}")
     return module
@@ -60,10 +62,11 @@ def layout_of(module: object) -> str:
     return "panels" if any(isinstance(variable.get_value(), Panels) for _, variable in variables) else "plain"
 
 
-def _map(module: M, change: Any) -> M:
-    """Matrix after matrix, so that one at a time is there twice."""
+def _map(module: M, change: Any, consume: bool = False) -> M:
     values = {}
     for name, variable in named_variables(module):
         weight = variable.get_value()
         values[name] = change(variable, weight) if is_matrix(name, variable) else weight
+        if consume and values[name] is not weight:
+            jax.tree.map(lambda array: array.delete(), weight)
     return fill(module, values)

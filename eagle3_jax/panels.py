@@ -143,8 +143,17 @@ def _cut(given: Any, width: int, table: bool) -> jax.Array:
     matrix_OI = array if table else array.reshape(array.shape[0], -1).T
     outputs, inputs = matrix_OI.shape
     panels = -(-outputs // width)
-    values = np.zeros((panels, inputs, width), array.dtype)
+    values = _aligned((panels, inputs, width), array.dtype)
     for p in range(panels):
         part = matrix_OI[p * width : (p + 1) * width]
         values[p, :, : len(part)] = part.T
-    return jnp.asarray(values)
+        values[p, :, len(part) :] = 0
+    return jax.device_put(values, may_alias=True)  # nobody else writes to it
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Memory that JAX takes over as it is, where numpy's own would be copied: it begins at a multiple of 64 bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(dtype).reshape(shape)

@@ -88,4 +88,4 @@ def _finished(module: M, weights: str, layout: str) -> M:
     """The module with the kind of weights that was asked for, in that layout; on a mesh they stay where they are."""
     if weights not in WEIGHTS:
         raise WeightsError(f"weights {weights!r} is unknown; one of {', '.join(WEIGHTS)}")
-    return laid_out(quantize_int8(module) if weights == "int8" else module, layout)
+    return laid_out(quantize_int8(module) if weights == "int8" else module, layout, consume=True)
