@@ -253,4 +253,5 @@ def test_the_second_process_compiles_nothing(models, tmp_path: Path) -> None:
     assert len(kept) == 1
     assert kept == kept_then
     done = subprocess.run([*command, "--no-compilation-cache"], env={**environment, "XDG_CACHE_HOME": str(tmp_path / "other")}, check=True)
-    assert not (tmp_path / "other").exists()
+    # The custom calls of a CPU are no program of XLA's, and are kept all the same.
+    assert {path.name for path in (tmp_path / "other").glob("eagle3_jax/*")} <= {"native"}
