@@ -63,6 +63,7 @@ def layout_of(module: object) -> str:
 
 
 def _map(module: M, change: Any, consume: bool = False) -> M:
+    """The model with `change(variable, weight)` in the place of every matrix."""
     values = {}
     for name, variable in named_variables(module):
         weight = variable.get_value()

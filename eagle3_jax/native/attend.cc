@@ -64,6 +64,8 @@ struct Attend {
   int64_t blocks() const { return (queries() + kQueries - 1) / kQueries; }
   int64_t pieces() const { return batch * kv_heads * blocks(); }
 
+  const bool* seen(int64_t row, int64_t token) const { return mask + ((mask_rows == 1 ? 0 : row) * tokens + token) * own; }
+
   bool run(int64_t piece) const {
     const int64_t block = piece % blocks(), head = piece / blocks() % kv_heads, row = piece / blocks() / kv_heads;
     const int64_t first = queries() * block / blocks(), count = queries() * (block + 1) / blocks() - first;
@@ -116,7 +118,7 @@ struct Attend {
       float* const mine = scores + x * stride;
       float peak = -INFINITY;
       for (int64_t i = begin[x]; i < length; ++i) peak = mine[i] > peak ? mine[i] : peak;
-      const bool* sees = mask + ((mask_rows == 1 ? 0 : row) * tokens + token[x]) * own;
+      const bool* const sees = seen(row, token[x]);
       for (int64_t r = 0; r < own; ++r)
         if (sees[r]) {
           mine[slots + r] = dot(asked + x * width, k + ((row * own + r) * kv_heads + head) * width);
@@ -135,7 +137,7 @@ struct Attend {
       for (int x = 0; x < count; ++x) add<1>(vectors, scores + x * stride, values + h, begin[x], common, stride, sums + x);
       add<count>(vectors, scores, values + h, common, length, stride, sums);
       for (int x = 0; x < count; ++x) {
-        const bool* sees = mask + ((mask_rows == 1 ? 0 : row) * tokens + token[x]) * own;
+        const bool* const sees = seen(row, token[x]);
         for (int64_t r = 0; r < own; ++r)
           if (sees[r])
             for (int i = 0; i < vectors; ++i)
