@@ -24,6 +24,10 @@ def linear(x: jax.Array, w: jax.Array | Int8 | Panels, bias: jax.Array | None = 
         y = w.product(x, result)
     elif isinstance(w, Int8):
         y = w.product(x, exact, result)
+    elif x.ndim > 2 and w.ndim == 2:
+        # As one matrix: XLA's CPU backend writes out a transposed copy for the weight's gradient of a product with more axes.
+        flat = jnp.dot(x.reshape(-1, x.shape[-1]), w, precision=exact, preferred_element_type=result)
+        y = flat.reshape(*x.shape[:-1], w.shape[1])
     else:
         y = jnp.tensordot(x, w, axes=1, precision=exact, preferred_element_type=result)
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)

@@ -10,22 +10,33 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.layers import linear
+from eagle3_jax.sharding import platform
+
+LANES = 128
+"""How many sums of a row a CPU makes side by side."""
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """Over the last axis. XLA's CPU backend adds the numbers of a fused row one after the other; columns it adds side by side."""
+    if platform() != "cpu" or x.shape[-1] % LANES:
+        return jnp.sum(x, axis=-1)
+    return jnp.sum(jnp.sum(x.reshape(*x.shape[:-1], -1, LANES), axis=-2), axis=-1)
 
 
 def cross_entropy(teacher: jax.Array, draft: jax.Array) -> jax.Array:
     """Soft cross-entropy -sum_u p log q per row, p = softmax(teacher) and q = softmax(draft); float32 logits [..., U] that broadcast."""
-    return -jnp.sum(jax.nn.softmax(teacher, axis=-1) * jax.nn.log_softmax(draft, axis=-1), axis=-1)
+    return -_sum(jax.nn.softmax(teacher, axis=-1) * jax.nn.log_softmax(draft, axis=-1))
 
 
 def kl(teacher: jax.Array, draft: jax.Array) -> jax.Array:
     """KL(p || q) per row: the cross-entropy less the teacher's entropy; the same gradient."""
     log_p = jax.nn.log_softmax(teacher, axis=-1)
-    return jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(draft, axis=-1)), axis=-1)
+    return _sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(draft, axis=-1)))
 
 
 def total_variation(teacher: jax.Array, draft: jax.Array) -> jax.Array:
     """Half the L1 distance of p and q per row: one minus the chance that a token sampled from q is accepted."""
-    return 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(teacher, axis=-1) - jax.nn.softmax(draft, axis=-1)), axis=-1)
+    return 0.5 * _sum(jnp.abs(jax.nn.softmax(teacher, axis=-1) - jax.nn.softmax(draft, axis=-1)))
 
 
 def lk_alpha(teacher: jax.Array, draft: jax.Array) -> jax.Array:
@@ -92,10 +103,11 @@ def head_loss(
 
     Entry (b, c) has one teacher, `teacher[b, c] @ teacher_head` (frozen), and J drafts, `normed[s, b, c] @ head`.
     label: the teacher's argmax as a draft id, -1 when it is outside the draft vocabulary (never correct).
-    chunk: None is 256 entries over all B rows. Chunks run along C: rows that lie on different devices stay there.
+    chunk: None is 256 entries over all B rows (on a CPU 64: their logits are to stay in its caches). Chunks run along C: rows that lie
+    on different devices stay there.
     """
     B, C = label_BC.shape
-    chunk = min(max(1, 256 // B) if chunk is None else chunk, C)
+    chunk = min(max(1, (64 if platform() == "cpu" else 256) // B) if chunk is None else chunk, C)
     pad = -C % chunk
     total, results = _head_loss(  # pyright: ignore[reportGeneralTypeIssues]  # custom_vjp hides the type
         name,
