@@ -6,6 +6,8 @@ passed in, unless the head has its own. Variants (norms before fc, of the residu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,7 +18,7 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.panels import is_native
 from eagle3_jax.params import VocabMap, fill, named_variables, param
-from eagle3_jax.sharding import constrain, lookup
+from eagle3_jax.sharding import constrain, lookup, shards
 
 
 class Eagle3Draft(nnx.Module):
@@ -124,19 +126,45 @@ def table(draft: Eagle3Draft, embed_VD: jax.Array) -> jax.Array:
     return draft.embed[...] if draft.config.own_embedding else embed_VD
 
 
-def project_qkv(
-    draft: Eagle3Draft, embedded_BTD: jax.Array, x_BTD: jax.Array, positions_BT: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def project_qkv(draft: Eagle3Draft, embedded_BTD: jax.Array, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
     """q [B, T, N, H] and k, v [B, T, K, H] of u = concat(input_norm(embedding), hidden_norm(x)); q and k rotated."""
     c = draft.config
-    B, T, _ = x_BTD.shape
     u = jnp.concatenate(
         [rms_norm(embedded_BTD, draft.input_norm[...], c.rms_norm_eps), rms_norm(x_BTD, draft.hidden_norm[...], c.rms_norm_eps)], axis=-1
     )
     cos_sin = rotary(positions_BT, c.rope, c.head_dim)
-    q = rotate(linear(u, draft.q[...]).reshape(B, T, c.num_heads, c.head_dim), cos_sin)
-    k = rotate(linear(u, draft.k[...]).reshape(B, T, c.num_kv_heads, c.head_dim), cos_sin)
-    return q, k, linear(u, draft.v[...]).reshape(B, T, c.num_kv_heads, c.head_dim)
+    return _in_heads(draft, [linear(u, weight[...]) for weight in (draft.q, draft.k, draft.v)], cos_sin)
+
+
+def _in_heads(draft: Eagle3Draft, products: Sequence[jax.Array], cos_sin: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    q, k, v = (x.reshape(*x.shape[:2], -1, draft.config.head_dim) for x in products)
+    return rotate(q, cos_sin), rotate(k, cos_sin), v
+
+
+def embedding_part(draft: Eagle3Draft, embedded_BTD: jax.Array) -> list[jax.Array]:
+    """What embeddings add to q, k and v before rotation, for `project_state`: the same at whatever step a token is read."""
+    u = rms_norm(embedded_BTD, draft.input_norm[...], draft.config.rms_norm_eps)
+    return [linear(u, weight[: u.shape[-1]]) for weight in _qkv(draft)]
+
+
+def project_state(
+    draft: Eagle3Draft, embedding: Sequence[jax.Array], x_BTD: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """As `project_qkv`, of the `embedding_part` [B, T, ...] of the tokens read and the states x."""
+    c = draft.config
+    u = rms_norm(x_BTD, draft.hidden_norm[...], c.rms_norm_eps)
+    products = [part + linear(u, weight[-u.shape[-1] :]) for part, weight in zip(embedding, _qkv(draft), strict=True)]
+    if len(products) == 1:
+        q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        products = jnp.split(products[0], [q_width, q_width + kv_width], axis=-1)
+    return _in_heads(draft, products, cos_sin)
+
+
+def _qkv(draft: Eagle3Draft) -> list[jax.Array]:
+    """The weights of q, k and v as one [2 D, (N + 2 K) H]; where heads lie on different devices, as three."""
+    weights = [weight[...] for weight in (draft.q, draft.k, draft.v)]
+    split = max(shards(axis, weight.shape[1]) for axis, weight in zip(("heads", "kv_heads", "kv_heads"), weights, strict=True))
+    return weights if split > 1 else [jnp.concatenate(weights, axis=1)]
 
 
 def finish_layer(draft: Eagle3Draft, x_BTD: jax.Array, attended_BTNH: jax.Array) -> jax.Array:

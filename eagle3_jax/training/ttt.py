@@ -18,6 +18,7 @@ from eagle3_jax import draft as draft_model
 from eagle3_jax.attention import ttt_attend
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.flash import Sight
+from eagle3_jax.layers import rotary
 from eagle3_jax.sharding import platform
 from eagle3_jax.training.losses import feature_distance, head_loss
 
@@ -242,34 +243,41 @@ def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pi
     segments, dtype = batch.segments, draft.dtype
     # Products are kept for the backward pass, or nothing; what lies between them costs little to compute again.
     kept = None if remat else jax.checkpoint_policies.dots_saveable
-    project, finish = (jax.checkpoint(f, policy=kept) for f in (draft_model.project_qkv, draft_model.finish_layer))
+    project, finish = (jax.checkpoint(f, policy=kept) for f in (draft_model.project_state, draft_model.finish_layer))
     assert batch.features is not None
+    B, T = batch.tokens.shape
     g = draft_model.fuse(draft, batch.features)
-    embedded = embed_VD[shift(batch.tokens, 1, segments)].astype(dtype)
-    q, k0, v0 = project(draft, embedded, g, batch.positions)
+    # A token is read at up to J steps: what its embedding adds is computed once. Behind the end of a segment token 0 is read, the last row.
+    embedded = embed_VD[jnp.concatenate([batch.tokens, jnp.zeros((B, 1), jnp.int32)], axis=1)].astype(dtype)
+    known = draft_model.embedding_part(draft, embedded)
+    index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    read = lambda at: [jnp.take_along_axis(part, at[:, :, None], axis=1) for part in known]  # noqa: E731
+    angles = lambda positions: rotary(positions, draft.config.rope, draft.config.head_dim, once=True)  # noqa: E731
+    q, k0, v0 = project(draft, read(shift(index, 1, segments, T)), g, angles(batch.positions))
     sight = Sight(jnp.maximum(batch.slots, 0), pick(segments), jnp.where(batch.valid, segments, -1))
     positions = pick(batch.positions)
     x = finish(draft, pick(g), ttt_attend(pick(q), k0, v0, sight, ()))
 
-    def advance(x: jax.Array, read: jax.Array, s: Any, earlier: Sequence[KV], seen: Any = None) -> tuple[jax.Array, KV]:
-        """Step s from 1 on: (a, the step's own K/V), of the state before it and the tokens read; `earlier`, `seen`: see `ttt_attend`."""
-        q, k, v = project(draft, embed_VD[read].astype(dtype), x, positions + s)
+    def advance(x: jax.Array, at: jax.Array, s: Any, earlier: Sequence[KV], seen: Any = None) -> tuple[jax.Array, KV]:
+        """Step s from 1 on: (a, the step's own K/V), of the state before it and where the tokens read stand; `earlier`, `seen`: see
+        `ttt_attend`."""
+        q, k, v = project(draft, read(at), x, angles(positions + s))
         return finish(draft, x, ttt_attend(q, k0, v0, sight, [*earlier, (k, v)], seen=seen)), (k, v)
 
-    reads = [pick(shift(batch.tokens, 1 + s, segments)) for s in range(1, steps)]
+    reads = [pick(shift(index, 1 + s, segments, T)) for s in range(1, steps)]
     if platform() == "cpu" or steps < 3:
         # Written out, a step touches only the keys there are. Elsewhere compiling seven steps apart takes minutes: one loop's body.
         states, later = [x], []
-        for s, read in enumerate(reads, 1):
-            x, own = advance(x, read, s, later)
+        for s, at in enumerate(reads, 1):
+            x, own = advance(x, at, s, later)
             states.append(x)
             later.append(own)
         return jnp.stack(states)
 
     def step(carry: tuple[jax.Array, KV], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, KV], jax.Array]:
         x, (keys, values) = carry
-        read, s = at
-        x, (k, v) = advance(x, read, s, list(zip(keys[:-1], values[:-1], strict=True)), seen=s - 1)
+        where, s = at
+        x, (k, v) = advance(x, where, s, list(zip(keys[:-1], values[:-1], strict=True)), seen=s - 1)
         return (x, (keys.at[s - 1].set(k), values.at[s - 1].set(v))), x
 
     room = jnp.zeros((steps - 1, *positions.shape, *k0.shape[2:]), dtype)

@@ -1,22 +1,32 @@
-"""Tokens per second of a training step, SmolLM2-135M's widths, T 512, J 7: this project's, online and offline, and a plain PyTorch one.
+"""Tokens per second of a training step, SmolLM2-135M's widths, J 7: this project's, online and offline, and a plain PyTorch one.
 
     python tests/benchmarks/train_step.py jax                   # in this project's environment
     python tests/benchmarks/train_step.py torch                 # in one with torch and transformers; each thread count is tried
+    python tests/benchmarks/train_step.py encode --data conversations.jsonl.gz --texts texts.npz       # real text for both:
+    python tests/benchmarks/train_step.py jax --texts texts.npz --rows 3 --tokens 832 --slots 640
+    python tests/benchmarks/train_step.py torch --texts texts.npz --conversations 2 3 4 --tokens 512
 
-Random weights and tokens: only the shapes matter. Every slot is scored. Both steps are online: the target's pass, seven unrolled steps
-of the head, the loss against the target's distribution, backward, clip, AdamW. The PyTorch step is written as one writes it first:
-Hugging Face's model, one mask [T, s T], full logits, autograd.
+Random weights: only the shapes matter. Both steps are online: the target's pass, seven unrolled steps of the head, the loss against the
+target's distribution, backward, clip, AdamW. The PyTorch step is written as one writes it first: Hugging Face's model, one mask [T, s T],
+full logits, autograd.
+
+Without texts, tokens are random and every slot is scored. With texts, both take the same conversations in the file's order and what
+counts is their tokens, padding not: ours in packed rows, only scored slots unrolled; PyTorch's one conversation per row, padded to the
+longest of its batch, as the official code has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 V, D, F, L, N, K, H, U = 49152, 576, 1536, 30, 9, 3, 64, 8192
+LONGEST = 512
+"""Conversations are cut at so many tokens."""
 
 
 def best_of(step: Callable[[], Any], tries: int) -> float:
@@ -30,6 +40,30 @@ def best_of(step: Callable[[], Any], tries: int) -> float:
     return statistics.median(seconds)
 
 
+def encode(args: argparse.Namespace) -> None:
+    """Conversations as ids, for an environment without tokenizers too."""
+    import numpy as np
+
+    from eagle3_jax.data import Report, encode_all, read_records
+    from eagle3_jax.tokenizer import load_tokenizer
+    from eagle3_jax.training.features import select
+
+    records = itertools.islice(read_records(args.data), args.limit)
+    chosen = select(encode_all(load_tokenizer("smollm2-135m"), records, Report(), max_length=LONGEST), LONGEST)
+    print(chosen.report())
+    ids, response = (np.concatenate(parts) for parts in zip(*chosen.examples, strict=True))
+    np.savez(args.texts, ids=ids, response=response, offsets=np.cumsum([0, *(len(part) for part, _ in chosen.examples)]))
+
+
+def read_texts(path: str) -> list[tuple[Any, Any]]:
+    """(ids, response), int32 [n] each, of every conversation."""
+    import numpy as np
+
+    with np.load(path) as texts:
+        ids, response, offsets = texts["ids"], texts["response"], texts["offsets"]
+    return [(ids[a:b], response[a:b]) for a, b in itertools.pairwise(offsets)]
+
+
 def run_jax(args: argparse.Namespace) -> None:
     import jax
     import jax.numpy as jnp
@@ -38,6 +72,8 @@ def run_jax(args: argparse.Namespace) -> None:
     from eagle3_jax.config import DraftConfig, TargetConfig
     from eagle3_jax.params import initialize
     from eagle3_jax.target import Target
+    from eagle3_jax.training.batches import BatchSource, Cursor, TokenExamples
+    from eagle3_jax.training.features import Selection
     from eagle3_jax.training.flops import measured_peak, step_flops
     from eagle3_jax.training.train import fresh_draft, frozen_tables
     from eagle3_jax.training.trainer import Fixed, TrainConfig, complete, new_state, split, train_step
@@ -57,7 +93,44 @@ def run_jax(args: argparse.Namespace) -> None:
     target = initialize(Target(sizes), jax.random.key(0))
     kept = np.arange(U, dtype=np.int32)
     draft_config = DraftConfig.for_target(sizes, U)
+    rule = recipe("aligned", steps=7)
     T, B = args.tokens, args.rows
+    peak = measured_peak("float32", 2048, 5)
+    print(f"measured peak of a float32 product: {peak / 1e9:.0f} GFLOP/s")
+
+    def stepper(online: bool, slots: int) -> tuple[TrainConfig, Fixed, Callable[[Any], None]]:
+        config = TrainConfig(recipe=rule, rows=B, row_tokens=T, row_slots=slots, online=online)
+        params, variables = split(fresh_draft(draft_config, kept, 0), rule)
+        fixed = Fixed(frozen_tables(target, kept), variables, target if online else None)
+        held: list[Any] = [new_state(params, config)]
+
+        def step(batch: Any) -> None:
+            held[0], metrics = train_step(draft_config, config, held[0], fixed, jax.tree.map(lambda x: x[None], batch))
+            jax.block_until_ready((held[0], metrics))
+
+        return config, fixed, step
+
+    def say(name: str, seconds: float, tokens: float, config: TrainConfig) -> None:
+        flops = step_flops(draft_config, config, sizes if config.online else None).total
+        share = f"{flops / seconds / 1e9:.0f} GFLOP/s, {flops / seconds / peak:.0%} of the peak"
+        print(f"jax, {name}: {seconds:.2f} s, {tokens / seconds:.0f} tokens/s, {share}", flush=True)
+
+    if args.texts:
+        texts = Selection(read_texts(args.texts), 0, 0)
+        source = BatchSource(lambda: TokenExamples(texts), rule, seed=0, rows=B, width=T, slots=args.slots or T)
+        planned = [rows for rows, _ in itertools.islice(source.plan(Cursor()), args.tries)]
+        batches = [source.build(rows) for rows in planned]
+        config, _, step = stepper(True, args.slots or T)
+        step(batches[0])
+        begun = time.perf_counter()
+        for batch in batches:
+            step(batch)
+        seconds = (time.perf_counter() - begun) / len(batches)
+        tokens = sum(map(source.tokens, planned)) / len(batches)
+        print(f"{tokens:.0f} tokens of conversations in {B} rows of {T}; {source.left_out} conversations left out")
+        say(f"texts, {config.row_slots} slots", seconds, tokens, config)
+        return
+
     row = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     batch = Batch(
         tokens=np.random.default_rng(0).integers(0, V, (B, T)).astype(np.int32),
@@ -70,31 +143,14 @@ def run_jax(args: argparse.Namespace) -> None:
         valid=np.ones((B, T), bool),
         slots=row,
     )  # type: ignore[arg-type]
-    peak = measured_peak("float32", 2048, 5)
-    print(f"measured peak of a float32 product: {peak / 1e9:.0f} GFLOP/s")
     for online in (True, False):
-        config = TrainConfig(recipe=recipe("aligned", steps=7), rows=B, row_tokens=T, row_slots=T, online=online)
-        params, variables = split(fresh_draft(draft_config, kept, 0), config.recipe)
-        fixed = Fixed(frozen_tables(target, kept), variables, target if online else None)
-        held: list[Any] = [new_state(params, config)]
+        config, fixed, step = stepper(online, T)
         filled = batch
         if not online:
-            inside = Fixed(fixed.frozen, variables, target)
+            inside = Fixed(fixed.frozen, fixed.variables, target)
             filled = jax.tree.map(np.asarray, jax.jit(complete, static_argnums=0)(draft_config, inside, batch))
             filled = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, filled)
-        stacked = jax.tree.map(lambda x: x[None], filled)
-
-        def step(config=config, fixed=fixed, held=held, stacked=stacked) -> None:
-            held[0], metrics = train_step(draft_config, config, held[0], fixed, stacked)
-            jax.block_until_ready((held[0], metrics))
-
-        seconds = best_of(step, args.tries)
-        flops = step_flops(draft_config, config, sizes if online else None).total
-        print(
-            f"jax, {'online' if online else 'offline'}: {seconds:.2f} s, {B * T / seconds:.0f} tokens/s, "
-            f"{flops / seconds / 1e9:.0f} GFLOP/s, {flops / seconds / peak:.0%} of the peak",
-            flush=True,
-        )
+        say("online" if online else "offline", best_of(lambda step=step, filled=filled: step(filled), args.tries), B * T, config)
 
 
 def run_torch(args: argparse.Namespace) -> None:
@@ -104,7 +160,7 @@ def run_torch(args: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb, repeat_kv
 
-    J, T, B = 7, args.tokens, args.rows
+    J = 7
     config = LlamaConfig(
         vocab_size=V,
         hidden_size=D,
@@ -129,6 +185,7 @@ def run_torch(args: argparse.Namespace) -> None:
             self.rotary = LlamaRotaryEmbedding(config)
 
         def forward(self, features: Any, tokens: Any, teacher: Any, counts: Any) -> Any:
+            B, T = tokens.shape
             x, keys, values, total = self.fc(features), [], [], 0.0
             causal = torch.full((T, T), float("-inf")).triu(1)
             diagonal = torch.full((T, T), float("-inf")).fill_diagonal_(0.0)
@@ -151,36 +208,70 @@ def run_torch(args: argparse.Namespace) -> None:
                 total = total + 0.8**s * loss.mean()
             return total
 
-    for threads in args.threads:
-        torch.set_num_threads(threads)
+    def stepper() -> Callable[..., None]:
         head = Head()
         optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-        tokens = torch.randint(0, V, (B, T))
 
-        def step(head=head, optimizer=optimizer, tokens=tokens) -> None:
+        def step(tokens: Any, response: Any = 1.0, mask: Any = None) -> None:
             with torch.no_grad():
-                out = target(tokens, output_hidden_states=True)
+                out = target(tokens, attention_mask=mask, output_hidden_states=True)
                 features = torch.cat([out.hidden_states[i] for i in (2, L // 2, L - 3)], -1)
-                counts = (out.logits.argmax(-1) < U).float()
+                counts = (out.logits.argmax(-1) < U).float() * response
                 teacher = out.logits[..., :U].softmax(-1)
             optimizer.zero_grad()
             head(features, tokens, teacher, counts).backward()
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
 
-        seconds = best_of(step, args.tries)
-        print(f"torch, online, {threads} threads: {seconds:.2f} s, {B * T / seconds:.0f} tokens/s", flush=True)
+        return step
+
+    def padded(texts: list[tuple[Any, Any]]) -> tuple[Any, Any, Any]:
+        """Tokens, response mask and attention mask [rows, the longest]."""
+        ids, response = ([torch.tensor(part) for part in parts] for parts in zip(*texts, strict=True))
+        pad = lambda parts: nn.utils.rnn.pad_sequence(parts, batch_first=True)  # noqa: E731
+        return pad(ids).long(), (pad(response) > 0).float(), pad([torch.ones_like(part) for part in ids])
+
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        step = stepper()
+        if not args.texts:
+            tokens = torch.randint(0, V, (args.rows, args.tokens))
+            seconds = best_of(lambda step=step, tokens=tokens: step(tokens), args.tries)
+            print(f"torch, online, {threads} threads: {seconds:.2f} s, {tokens.numel() / seconds:.0f} tokens/s", flush=True)
+            continue
+        texts = read_texts(args.texts)
+        for count in args.conversations:
+            # As many batches as hold the conversations of the other side's: the first of the file.
+            parts = [texts[i : i + count] for i in range(0, args.first - args.first % count, count)]
+            batches = [padded(part) for part in parts]
+            step(*batches[0])
+            begun = time.perf_counter()
+            for batch in batches:
+                step(*batch)
+            seconds = time.perf_counter() - begun
+            real, room = sum(len(ids) for part in parts for ids, _ in part), sum(batch[0].numel() for batch in batches)
+            print(
+                f"torch, texts, {count} conversations a batch, {threads} threads: {seconds / len(batches):.2f} s a step, "
+                f"{real / seconds:.0f} tokens/s ({real / room:.0%} of its rows are tokens)",
+                flush=True,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("jax", "torch"))
+    parser.add_argument("what", choices=("jax", "torch", "encode"))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--data", help="conversations to encode, as eagle3-data reads them")
+    parser.add_argument("--limit", type=int, default=1000, help="conversations to encode")
+    parser.add_argument("--texts", help="encoded conversations, an .npz file")
+    parser.add_argument("--slots", type=int, help="scored slots of a row of ours (default: all)")
+    parser.add_argument("--first", type=int, default=24, help="so many conversations go through the PyTorch step")
+    parser.add_argument("--conversations", type=int, nargs="+", default=[2, 3, 4], help="conversations in a batch of the PyTorch step")
     args = parser.parse_args()
-    (run_jax if args.what == "jax" else run_torch)(args)
+    {"jax": run_jax, "torch": run_torch, "encode": encode}[args.what](args)
 
 
 if __name__ == "__main__":
