@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from eagle3_jax.large_pages import Room
 from eagle3_jax.native.build import NoNativeError, panel_width
 from eagle3_jax.panels import Panels, in_panels, in_plain
 from eagle3_jax.params import fill, is_matrix, is_table, named_variables
@@ -30,7 +31,8 @@ def laid_out(module: M, layout: str, consume: bool = False) -> M:
         return plain(module)
     reason = why_plain(module)
     if reason is None:
-        return _map(module, lambda variable, weight: in_panels(in_plain(weight), panel_width(), is_table(variable)), consume)
+        room = Room()
+        return _map(module, lambda variable, weight: in_panels(in_plain(weight), panel_width(), is_table(variable), room), consume)
     if layout == "panels":
         raise ValueError(f"layout 'panels': {reason}")
     return module

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.int8 import Int8
+from eagle3_jax.large_pages import Room
 from eagle3_jax.native.build import PRODUCT, NoNativeError, panel_width
 
 
@@ -119,10 +120,13 @@ def _matrix(panels: Panels) -> jax.Array:
     return inputs_first.reshape(len(inputs_first), -1)[:, : math.prod(panels.outputs)]
 
 
-def in_panels(weight: jax.Array | Int8, width: int, table: bool = False) -> Panels:
-    """A float32 weight [I, ...O] in panels of `width` outputs; an `Int8` keeps its bytes and scales. table: it is [O, I]."""
+def in_panels(weight: jax.Array | Int8, width: int, table: bool = False, room: Room | None = None) -> Panels:
+    """A float32 weight [I, ...O] in panels of `width` outputs; an `Int8` keeps its bytes and scales. table: it is [O, I].
+
+    room: where their memory comes from, shared by a model's matrices; None: memory of their own.
+    """
     given = weight.values if isinstance(weight, Int8) else weight
-    values, outputs = _cut(given, width, table), tuple(given.shape[:1] if table else given.shape[1:])
+    values, outputs = _cut(given, width, table, room or Room()), tuple(given.shape[:1] if table else given.shape[1:])
     return Panels(values, weight.scale.reshape(-1) if isinstance(weight, Int8) else None, outputs, table)
 
 
@@ -137,23 +141,15 @@ def in_plain(weight: Any) -> Any:
     return Int8(plain, scale, weight.dtype)
 
 
-def _cut(given: Any, width: int, table: bool) -> jax.Array:
+def _cut(given: Any, width: int, table: bool, room: Room) -> jax.Array:
     """[P, I, W] from [I, ...O], or from [O, I]. On the host: XLA's transposition on the CPU is slower than numpy's copy."""
     array = np.asarray(given)
     matrix_OI = array if table else array.reshape(array.shape[0], -1).T
     outputs, inputs = matrix_OI.shape
     panels = -(-outputs // width)
-    values = _aligned((panels, inputs, width), array.dtype)
+    values = room.empty((panels, inputs, width), array.dtype)
     for p in range(panels):
         part = matrix_OI[p * width : (p + 1) * width]
         values[p, :, : len(part)] = part.T
         values[p, :, len(part) :] = 0
     return jax.device_put(values, may_alias=True)  # nobody else writes to it
-
-
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Memory that JAX takes over as it is, where numpy's own would be copied: it begins at a multiple of 64 bytes."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.empty(size + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + size].view(dtype).reshape(shape)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax.config import ConfigError, RopeConfig
-from eagle3_jax.layers import inverse_frequencies, linear, rms_norm, rotary, rotate, swiglu
+from eagle3_jax.layers import _rotate, _rotate_halves, inverse_frequencies, linear, rms_norm, rotary, rotate, swiglu
 
 LLAMA31 = RopeConfig(theta=500000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 ROPES = {
@@ -90,6 +90,16 @@ def test_rotation_is_half_split(name: str):
     a, b = x[..., : H // 2].astype(np.float64), x[..., H // 2 :].astype(np.float64)
     want = np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [2, 6, 64])
+def test_both_forms_of_the_rotation_are_one(size: int):
+    random = np.random.default_rng(size)
+    x, weight = (jnp.asarray(random.standard_normal((2, 5, 3, size)), jnp.float32) for _ in range(2))
+    cos_sin = rotary(jnp.asarray(random.integers(0, 4000, (2, 5)), jnp.int32), RopeConfig(), size)
+    both = [jax.jit(form) for form in (_rotate, _rotate_halves)]
+    assert np.allclose(*(form(x, *cos_sin) for form in both), atol=1e-6)
+    assert np.allclose(*(jax.grad(lambda x, form=form: jnp.sum(weight * form(x, *cos_sin) ** 2))(x) for form in both), atol=1e-5)
 
 
 def test_rotated_products_depend_on_distance_alone():

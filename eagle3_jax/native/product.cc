@@ -18,17 +18,20 @@
 namespace {
 
 // Vectors in a row of a panel, and rows of x whose sums stay in registers beside them.
-constexpr int kVectors = kLanes == 8 ? 2 : 4, kRows = 6;
+constexpr int kVectors = kLanes == 4 ? 4 : 2, kRows = kLanes == 16 ? 12 : 6;
 constexpr int kWidth = kLanes * kVectors;
 
 // Inputs of a panel at a time: they stay in the first-level cache while groups of rows go over them.
 constexpr int64_t kInputs = 64;
 constexpr int64_t kStrip = 96;    // rows of x at a time, whose sums are kept meanwhile
-constexpr int64_t kAhead = 2048;  // bytes to fetch ahead of where a panel is read, when rows are few
+constexpr int64_t kAhead = 4096;  // bytes to fetch ahead of where a panel is read, when rows are few
 constexpr int kLine = 64;         // bytes of a line of the cache
-constexpr int kLines = kWidth * 4 / kLine, kHalf = (kLines + 1) / 2;
+constexpr int kLines = kWidth * 4 / kLine;
 
 using Floats = Vector<kLanes>::Floats;
+
+// To the second-level cache: the first has hardly room for what is being read.
+inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 inline Floats load(const float* at) { return load<kLanes>(at); }
 inline void store(float* at, Floats value) { store<kLanes>(at, value); }
@@ -46,16 +49,17 @@ inline Floats load(const int8_t* at) {
 #endif
 }
 
-// Adds `count` inputs of one panel to the sums y [rows, W] of `rows` rows, and fetches `lines` lines of what comes next per input.
-template <int rows, int lines>
-void add_panel(int64_t count, int64_t stride, const float* x, const float* w, const char* next, float* y) {
+// Adds `count` inputs of one panel to the sums y [rows, W] of `rows` rows, and fetches `lines` lines per input of what comes next.
+template <int rows, int lines, typename Weight>
+void add_panel(int64_t count, int64_t stride, const float* x, const Weight* w, const char* next, float* y) {
+  constexpr int64_t kStep = sizeof(Weight) == 1 ? kWidth : lines * kLine;
   Floats sum[rows][kVectors];
   for (int m = 0; m < rows; ++m)
     for (int v = 0; v < kVectors; ++v) sum[m][v] = load(y + m * kWidth + v * kLanes);
   for (int64_t i = 0; i < count; ++i) {
     Floats weights[kVectors];
     for (int v = 0; v < kVectors; ++v) weights[v] = load(w + i * kWidth + v * kLanes);
-    for (int n = 0; n < lines; ++n) __builtin_prefetch(next + (i * lines + n) * kLine);
+    for (int n = 0; n < lines; ++n) fetch(next + i * kStep + n * kLine);
     for (int m = 0; m < rows; ++m)
       for (int v = 0; v < kVectors; ++v) sum[m][v] += x[m * stride + i] * weights[v];
   }
@@ -64,8 +68,8 @@ void add_panel(int64_t count, int64_t stride, const float* x, const float* w, co
 }
 
 // The same with the number of rows known only now.
-template <int most, int lines>
-void add_rows(int64_t rows, int64_t count, int64_t stride, const float* x, const float* w, const char* next, float* y) {
+template <int most, int lines, typename Weight>
+void add_rows(int64_t rows, int64_t count, int64_t stride, const float* x, const Weight* w, const char* next, float* y) {
   if constexpr (most > 1) {
     if (rows < most) return add_rows<most - 1, lines>(rows, count, stride, x, w, next, y);
   }
@@ -77,7 +81,7 @@ inline const float* as_floats(const float* w, int64_t, float*) { return w; }
 inline const float* as_floats(const int8_t* w, int64_t count, float* room) {
   for (int64_t at = 0; at < count * kWidth; at += kLanes) {
     store(room + at, load(w + at));
-    if (at % kLine == 0) __builtin_prefetch(reinterpret_cast<const char*>(w + at) + kAhead);
+    if (at % kLine == 0) fetch(w + at + kAhead);
   }
   return room;
 }
@@ -99,23 +103,23 @@ struct Product {
       memset(sums, 0, here * kWidth * sizeof(float));
       for (int64_t begin = 0; begin < inputs; begin += kInputs) {
         const int64_t count = least(kInputs, inputs - begin);
+        const Weight* const block = panel + begin * kWidth;
+        const float* const from = x + strip * inputs + begin;
+        if (groups == 1) {
+          constexpr int lines = (kWidth * sizeof(Weight) + kLine - 1) / kLine;
+          add_rows<kRows, lines>(here, count, inputs, from, block, reinterpret_cast<const char*>(block) + kAhead, sums);
+          continue;
+        }
         alignas(64) float room[sizeof(Weight) == 4 ? 1 : kInputs * kWidth];
-        const float* const weights = as_floats(panel + begin * kWidth, count, room);
-        for (int64_t g = 0; g < groups; ++g) {  // as even as can be: a group of one costs nearly what one of six does
+        const float* const weights = as_floats(block, count, room);
+        for (int64_t g = 0; g < groups; ++g) {  // as even as can be: a group of one costs nearly what a full one does
           const int64_t first = here * g / groups, some = here * (g + 1) / groups - first;
-          const float* const from = x + (strip + first) * inputs + begin;
-          float* const to = sums + first * kWidth;
-          // Each group fetches its share of the block of inputs that follows, or memory would rest while all but the first compute.
-          const char* const block = reinterpret_cast<const char*>(weights);
-          const char* const after = block + count * kWidth * 4;
-          if (sizeof(Weight) == 1 || strip)
-            add_rows<kRows, 0>(some, count, inputs, from, weights, after, to);
-          else if (groups == 1)
-            add_rows<kRows, kLines>(some, count, inputs, from, weights, block + kAhead, to);
-          else if (groups < kLines)
-            add_rows<kRows, kHalf>(some, count, inputs, from, weights, after + g * count * kHalf * kLine, to);
+          // The first groups fetch the inputs that follow, a line each, or memory would rest while all but one compute.
+          const char* const after = reinterpret_cast<const char*>(weights) + (count * kLines + g * count) * kLine;
+          if (sizeof(Weight) == 1 || strip || g >= kLines)
+            add_rows<kRows, 0>(some, count, inputs, from + first * inputs, weights, after, sums + first * kWidth);
           else
-            add_rows<kRows, 1>(some, count, inputs, from, weights, after + g * count * kLine, to);
+            add_rows<kRows, 1>(some, count, inputs, from + first * inputs, weights, after, sums + first * kWidth);
         }
       }
       for (int64_t m = 0; m < here; ++m) {

@@ -26,7 +26,7 @@ from eagle3_jax.tree import Tree
 Pass = Callable[[int], Any]
 """Runs so many passes and waits for them."""
 
-TARGET_WIDTHS = (1, 2, 4, 6, 8, 16, 64)
+TARGET_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 64)
 EXTEND_WIDTHS = (2, 5, 9)
 EXPAND_WIDTHS = (1, 4, 10)
 SLOTS = 512
