@@ -19,6 +19,9 @@ from eagle3_jax.sharding import platform
 MASKED = -1e30
 """Score of a masked key: finite, so that a fully masked row has finite gradients."""
 
+PREFIX = 1024
+"""Up to so many keys a block of queries takes all keys before it at once on a CPU, where a loop's body copies what it reads and writes."""
+
 
 class Sight(NamedTuple):
     """Which keys a query reads, without a mask of all pairs: those at or before its own place, of its own segment.
@@ -45,14 +48,16 @@ def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight,
 
     Softmax and sums are float32, products take the inputs' type. A query that sees no key gets zeros and the logarithm -1e30.
     Both results are differentiable, so that further keys can be merged in; temporaries are linear in C and T.
-    block: queries and keys of one block; None: as suits the backend (a CPU's caches want 128: 512 took 2.5 times as long).
+    block: queries and keys of one block; None: as suits the backend (a CPU's caches want 128: 512 took 2.5 times as long; and up to
+    PREFIX keys a block of queries takes all it may read at once).
     """
-    if block is None:
-        block = 128 if platform() == "cpu" else 512
     B, C, N, H = q_BCNH.shape
     T, K = k_BTKH.shape[1:3]
     G = N // K
-    rows, keys = min(block, C), min(block, T)
+    at_once = block is None and platform() == "cpu" and T <= PREFIX
+    if block is None:
+        block = 128 if platform() == "cpu" else 512
+    rows, keys = min(block, C), T if at_once else min(block, T)
     more_rows, more_keys = -C % rows, -T % keys
 
     def cut(x: jax.Array, size: int, more: int, fill: int = 0) -> jax.Array:
@@ -66,8 +71,13 @@ def flash(q_BCNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sight: Sight,
     at, query_segment, key_segment = (jnp.broadcast_to(x, (B, x.shape[1])) for x in sight[:3])
     oldest = None if sight.oldest is None else cut(jnp.broadcast_to(sight.oldest, (B, C)), rows, more_rows)
     sight = Sight(cut(at, rows, more_rows, -1), cut(query_segment, rows, more_rows, -2), cut(key_segment, keys, more_keys, -1), oldest)
-    pairs = np.asarray([(i, j) for i in range(len(q)) for j in range(-(-min(min((i + 1) * rows, C) + T - C, T) // keys))], np.int32)
-    out, logsum = _flash(G, q, k, v, sight, jnp.asarray(pairs))  # pyright: ignore[reportGeneralTypeIssues]  # custom_vjp hides the type
+    reach = [min(min((i + 1) * rows, C) + T - C, T) for i in range(len(q))]
+    # custom_vjp hides the types.
+    if at_once:
+        out, logsum = _prefixes(G, tuple(reach), q, k[0], v[0], sight)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        pairs = np.asarray([(i, j) for i, stop in enumerate(reach) for j in range(-(-stop // keys))], np.int32)
+        out, logsum = _flash(G, q, k, v, sight, jnp.asarray(pairs))  # pyright: ignore[reportGeneralTypeIssues]
 
     def whole(x: jax.Array) -> jax.Array:
         """[blocks, B, K, G * rows, ...] -> [B, C, N, ...]."""
@@ -149,3 +159,52 @@ def _flash_backward(group, saved, cotangent):
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _prefix_scores(group: int, q_BKXH: jax.Array, k_BKtH: jax.Array, sight: Sight, i: int) -> jax.Array:
+    """Scores float32 [B, K, X, t] of query block i against the first t keys, MASKED where they do not count."""
+    s = jnp.einsum("BKXH,BKtH->BKXt", q_BKXH, k_BKtH, precision=precision(q_BKXH.dtype), preferred_element_type=jnp.float32)
+    B, K, _, t = s.shape
+    oldest = None if sight.oldest is None else sight.oldest[i]
+    mask = _readable(sight.at[i], sight.query_segment[i], jnp.arange(t, dtype=jnp.int32), sight.key_segment[0][:, :t], oldest)
+    return jnp.where(mask[:, None, None], s.reshape(B, K, group, -1, t), MASKED).reshape(s.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _prefixes(group, reach, q, k, v, sight):
+    """As `_flash` of one key block, of which query block i takes the first reach[i] keys."""
+    return _prefixes_forward(group, reach, q, k, v, sight)[0]
+
+
+def _prefixes_forward(group, reach, q, k, v, sight):
+    outs, logsums = [], []
+    for i, stop in enumerate(reach):
+        s = _prefix_scores(group, q[i], k[:, :, :stop], sight, i)
+        peak = jnp.maximum(jnp.max(s, axis=-1), MASKED / 2)
+        weight = jnp.exp(s - peak[..., None])
+        total = jnp.sum(weight, axis=-1)
+        seen = total > 0
+        total = jnp.where(seen, total, 1.0)
+        outs.append(_product("BKXt,BKtH->BKXH", weight, v[:, :, :stop]) / total[..., None])
+        logsums.append(jnp.where(seen, peak + jnp.log(total), MASKED))
+    out, logsum = jnp.stack(outs), jnp.stack(logsums)
+    return (out, logsum), (q, k, v, sight, out, logsum)
+
+
+def _prefixes_backward(group, reach, saved, cotangent):
+    q, k, v, sight, out, logsum = saved
+    d_out, d_logsum = cotangent
+    shared = d_logsum - jnp.sum(d_out * out, axis=-1)
+    d_qs, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for i, stop in enumerate(reach):
+        s = _prefix_scores(group, q[i], k[:, :, :stop], sight, i)
+        weight = jnp.exp(s - jnp.where(logsum[i] > MASKED, logsum[i], 0.0)[..., None])
+        d_weight = _product("BKXH,BKtH->BKXt", d_out[i], v[:, :, :stop])
+        d_s = weight * (d_weight + shared[i][..., None])
+        d_v = d_v.at[:, :, :stop].add(_product("BKXt,BKXH->BKtH", weight, d_out[i].astype(v.dtype)))
+        d_k = d_k.at[:, :, :stop].add(_product("BKXt,BKXH->BKtH", d_s, q[i]))
+        d_qs.append(_product("BKXt,BKtH->BKXH", d_s, k[:, :, :stop]))
+    return jnp.stack(d_qs).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_prefixes.defvjp(_prefixes_forward, _prefixes_backward)

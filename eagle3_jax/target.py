@@ -11,10 +11,10 @@ from flax import nnx
 from eagle3_jax.attention import attend, attend_causal
 from eagle3_jax.cache import BlockKV, Cache, empty_cache
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
+from eagle3_jax.layers import linear, precision, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.panels import is_native
 from eagle3_jax.params import param
-from eagle3_jax.sharding import constrain, gathered, lookup
+from eagle3_jax.sharding import constrain, gathered, lookup, platform
 
 
 class TargetBlock(nnx.Module):
@@ -170,12 +170,43 @@ def logits(target: Target, hidden: jax.Array, head: jax.Array | None = None) -> 
     return constrain(linear(hidden, weight), "rows", *(None,) * (hidden.ndim - 2), "vocab").astype(jnp.float32)
 
 
+PART = 2048
+"""Tokens of the vocabulary whose logits a CPU takes at a time, so that they stay in its caches."""
+
+
 def best_token(target: Target, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """int32 [...]: the argmax over the full vocabulary of the normed hidden states [..., D], ties to the lowest id."""
-    scores = logits(target, hidden, head)
-    # Two plain reductions: XLA's own argmax is several times slower on the CPU.
+    tied = target.config.tie_embeddings
+    table = target.embed[...] if tied else target.head[...]
+    alone = jax.sharding.get_abstract_mesh().empty
+    if platform() == "cpu" and alone and isinstance(table, jax.Array) and target.config.vocab_size > PART:
+        return _best_by_parts(table, 0 if tied else 1, hidden)
+    return _first_best(logits(target, hidden, head))[1]
+
+
+def _first_best(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the maximum over the last axis, where it first stands). Two plain reductions: XLA's own argmax is far slower on a CPU."""
     ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    return jnp.min(jnp.where(scores == jnp.max(scores, axis=-1, keepdims=True), ids, scores.shape[-1]), axis=-1)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    return peak[..., 0], jnp.min(jnp.where(scores == peak, ids, scores.shape[-1]), axis=-1)
+
+
+def _best_by_parts(table: jax.Array, axis: int, hidden: jax.Array) -> jax.Array:
+    """`best_token`, with the vocabulary along `axis` of the table: a transposed table is then never written out either."""
+    V = table.shape[axis]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+
+    def part(best: tuple[jax.Array, jax.Array], start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        weight = jax.lax.dynamic_slice_in_dim(table, start, PART, axis)
+        scores = jax.lax.dot_general(flat, weight, (((1,), (1 - axis,)), ((), ())), precision=precision(flat.dtype))
+        peak, at = _first_best(scores.astype(jnp.float32))
+        better = peak > best[0]
+        return (jnp.where(better, peak, best[0]), jnp.where(better, start + at, best[1])), None
+
+    # The last part begins early enough to be whole; what it has in common with the one before it is no better.
+    starts = jnp.minimum(jnp.arange(0, V, PART, dtype=jnp.int32), V - PART)
+    none = (jnp.full(len(flat), -jnp.inf, jnp.float32), jnp.full(len(flat), V, jnp.int32))
+    return jax.lax.scan(part, none, starts)[0][1].reshape(hidden.shape[:-1])
 
 
 def parts(config: TargetConfig) -> dict[str, tuple[str, tuple, tuple[int, ...]]]:

@@ -87,6 +87,28 @@ def test_blocks_of_any_size(block: int) -> None:
     np.testing.assert_allclose(np.asarray(logsum)[seen], np.asarray(want)[seen], atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_all_keys_before_a_block_at_once(window: int | None) -> None:
+    """What a CPU does with rows of moderate length, against the loop over pairs of blocks: both results and their gradients."""
+    queries, keys = 150, 170
+    a = jax.random.split(jax.random.key(1), 5)
+    q, direction = (jax.random.normal(key, (B, queries, N, H)) for key in a[:2])
+    k, v = (jax.random.normal(key, (B, keys, K, H)) for key in a[2:4])
+    other = jax.random.normal(a[4], (B, queries, N))
+    segments = jnp.asarray(np.stack([np.repeat([1, 2, -1], [90, 60, 20]), np.repeat([1, 2], [130, 40])]), jnp.int32)
+    at = jnp.asarray(np.broadcast_to(np.arange(queries) + 10, (B, queries)), jnp.int32)
+    query_segment = jnp.take_along_axis(segments, at, axis=1).at[:, :3].set(7)  # which is no key's
+    sight = Sight(at, query_segment, segments, None if window is None else at - (window - 1))
+
+    def loss(block: int | None, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        out, logsum = flash(*operands, sight, block)
+        return jnp.sum(out * direction) + jnp.sum(jnp.where(logsum > -1e20, logsum * other, 0.0)), (out, logsum)
+
+    one, two = (jax.jit(jax.grad(partial(loss, block), argnums=(0, 1, 2), has_aux=True))(q, k, v) for block in (None, 32))
+    assert_close(one, two)
+    assert np.all(np.asarray(one[1][0])[:, :3] == 0)
+
+
 def test_a_query_that_sees_nothing_is_zero_and_has_finite_gradients() -> None:
     blind = packed()._replace(key_segment=jnp.full((B, T), -1, jnp.int32))
     assert_close(jax.jit(partial(flash, block=8))(*case(0)[:3], blind)[0], jnp.zeros((B, C, N, H)), 0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.training.losses import LK_ETA, ROW_LOSSES
+from eagle3_jax.training.losses import LK_ETA, ROW_LOSSES, head_loss
 
 
 def by_hand(name: str, teacher: np.ndarray, draft: np.ndarray) -> np.ndarray:
@@ -66,3 +66,15 @@ def test_hardly_any_overlap_still_teaches() -> None:
     assert slope["lk_alpha"] > 0.4
     assert slope["lk_lambda"] > 0.4
     assert all(np.isfinite(x) for x in slope.values())
+
+
+def test_correct_is_the_first_of_the_best() -> None:
+    """Ties go to the lowest id; a label outside the draft vocabulary, and a row that is not finite, are never correct."""
+    U = 128
+    rows = np.zeros((5, U), np.float32)
+    rows[0, [3, 90]] = rows[1, [3, 90]] = rows[2, 90] = rows[3, 3] = 2.0
+    rows[4] = np.nan
+    labels, want = [3, 90, 90, -1, 3], [True, False, True, False, False]
+    arguments = jnp.asarray(rows)[None, None], jnp.eye(U), jnp.zeros((1, 5, 4)), jnp.zeros((4, U)), jnp.ones((1, 1, 5))
+    _, results = jax.jit(head_loss, static_argnums=0)("cross_entropy", *arguments, jnp.asarray([labels], jnp.int32))
+    assert results.correct[0, 0].tolist() == want

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_set import TAPS, conversations, selection, tiny_draft, tiny_frozen, tiny_target
+from training_set import TAPS, TARGET, conversations, selection, tiny_draft, tiny_frozen, tiny_target
 
 from eagle3_jax import target as target_model
+from eagle3_jax.params import initialize
+from eagle3_jax.target import Target
 from eagle3_jax.training import online
 from eagle3_jax.training.batches import BatchSource, Cursor, TokenExamples
 from eagle3_jax.training.features import CachedExample
@@ -97,6 +99,22 @@ def test_observed_argmax_is_known_exactly_where_a_slot_asks() -> None:
         asked[b, slots[slots >= 0] + 1] = True
     np.testing.assert_array_equal(np.asarray(seen.argmax), np.where(asked, want.argmax, -1))
     np.testing.assert_allclose(np.asarray(seen.hidden)[batch.valid], want.hidden[batch.valid], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_argmax_by_parts_of_the_vocabulary(tied: bool) -> None:
+    """Of a vocabulary that no number of parts divides: small whole numbers, so that there are ties, within a part and across two."""
+    config = dataclasses.replace(TARGET, vocab_size=2 * target_model.PART + 100, tie_embeddings=tied, num_layers=1)
+    target = initialize(Target(config), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    table, hidden = (rng.integers(-1, 2, (rows, config.hidden_size)).astype(np.float32) for rows in (config.vocab_size, 40))
+    table[-1], table[[5, 9]] = hidden[0], hidden[1]
+    (target.embed if tied else target.head).set_value(jnp.asarray(table if tied else table.T))
+    scores = hidden @ table.T
+    assert np.sum((scores == scores.max(-1, keepdims=True)).sum(-1) > 1) > 5
+    assert np.argmax(scores[:2], -1).tolist() == [config.vocab_size - 1, 5]
+    best = jax.jit(target_model.best_token)(target, jnp.asarray(hidden.reshape(8, 5, -1)))
+    np.testing.assert_array_equal(np.asarray(best).reshape(-1), np.argmax(scores, -1))
 
 
 def test_a_batch_without_features_needs_the_target() -> None:

@@ -40,7 +40,8 @@ def step_flops(draft: DraftConfig, config: TrainConfig, target: TargetConfig | N
     pairs = C * T - C * C / 2
     fuse = T * len(draft.taps) * E * D
     first = T * 2 * D * (q_width + 2 * kv_width)
-    later = (J - 1) * C * 2 * D * (q_width + 2 * kv_width)
+    # What embeddings add to q, k and v is computed once for all steps.
+    later = (J - 1) * C * D * (q_width + 2 * kv_width)
     attention = 2 * J * pairs * q_width
     rest = J * C * (q_width * D + 3 * D * draft.intermediate_size)
     # The features are given: fc has a weight gradient only.

@@ -135,10 +135,12 @@ def _chunk_loss(
     draft = linear(normed_JBcD, head_DU, result=jnp.float32)
     teacher = jax.lax.stop_gradient(linear(teacher_BcE.astype(head_DU.dtype), teacher_head_EU.astype(head_DU.dtype), result=jnp.float32))
     loss = ROW_LOSSES[name](teacher[None], draft)
+    # The label is the draft's first best when every entry stands below it: one pass, where an argmax takes several.
     ids = jax.lax.broadcasted_iota(jnp.int32, draft.shape, 3)
-    still = jax.lax.stop_gradient(draft)
-    best = jnp.min(jnp.where(still == jnp.max(still, axis=-1, keepdims=True), ids, draft.shape[-1]), axis=-1)
-    correct = (best == label_Bc[None]) & (label_Bc >= 0)[None]
+    still, label = jax.lax.stop_gradient(draft), label_Bc[None, :, :, None]
+    own = jnp.take_along_axis(still, jnp.broadcast_to(jnp.maximum(label, 0), (*draft.shape[:3], 1)), axis=3)
+    below = (still < own) | ((still == own) & (ids >= label))
+    correct = (_sum(jnp.where(below, 0.0, 1.0)) == 0) & (label_Bc >= 0)[None]
     # A weight of zero must silence a row whatever its loss is.
     return jnp.sum(jnp.where(weight_JBc > 0, weight_JBc * loss, 0.0)), RowResults(jax.lax.stop_gradient(loss), correct)
 

@@ -3,16 +3,16 @@
     python tests/benchmarks/train_step.py jax                   # in this project's environment
     python tests/benchmarks/train_step.py torch                 # in one with torch and transformers; each thread count is tried
     python tests/benchmarks/train_step.py encode --data conversations.jsonl.gz --texts texts.npz       # real text for both:
-    python tests/benchmarks/train_step.py jax --texts texts.npz --rows 3 --tokens 832 --slots 640
-    python tests/benchmarks/train_step.py torch --texts texts.npz --conversations 2 3 4 --tokens 512
+    python tests/benchmarks/train_step.py jax --texts texts.npz --rows 1 --tokens 1024 --slots 768
+    python tests/benchmarks/train_step.py torch --texts texts.npz --conversations 1 2 3
 
 Random weights: only the shapes matter. Both steps are online: the target's pass, seven unrolled steps of the head, the loss against the
 target's distribution, backward, clip, AdamW. The PyTorch step is written as one writes it first: Hugging Face's model, one mask [T, s T],
 full logits, autograd.
 
-Without texts, tokens are random and every slot is scored. With texts, both take the same conversations in the file's order and what
-counts is their tokens, padding not: ours in packed rows, only scored slots unrolled; PyTorch's one conversation per row, padded to the
-longest of its batch, as the official code has it.
+Without texts, tokens are random and every slot is scored. With texts, both take the same conversations, in random order, and what counts
+is their tokens, padding not: ours in packed rows, only scored slots unrolled, as many tokens a step as its rows hold on average over an
+epoch; PyTorch's one conversation per row, padded to the longest of its batch, as the official code has it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def encode(args: argparse.Namespace) -> None:
     records = itertools.islice(read_records(args.data), args.limit)
     chosen = select(encode_all(load_tokenizer("smollm2-135m"), records, Report(), max_length=LONGEST), LONGEST)
     print(chosen.report())
-    ids, response = (np.concatenate(parts) for parts in zip(*chosen.examples, strict=True))
-    np.savez(args.texts, ids=ids, response=response, offsets=np.cumsum([0, *(len(part) for part, _ in chosen.examples)]))
+    examples = [chosen.examples[i] for i in np.random.default_rng(0).permutation(len(chosen.examples))]
+    ids, response = (np.concatenate(parts) for parts in zip(*examples, strict=True))
+    np.savez(args.texts, ids=ids, response=response, offsets=np.cumsum([0, *(len(part) for part, _ in examples)]))
 
 
 def read_texts(path: str) -> list[tuple[Any, Any]]:
@@ -118,17 +119,14 @@ def run_jax(args: argparse.Namespace) -> None:
     if args.texts:
         texts = Selection(read_texts(args.texts), 0, 0)
         source = BatchSource(lambda: TokenExamples(texts), rule, seed=0, rows=B, width=T, slots=args.slots or T)
-        planned = [rows for rows, _ in itertools.islice(source.plan(Cursor()), args.tries)]
-        batches = [source.build(rows) for rows in planned]
+        ahead = source.plan(Cursor(epoch=1))
+        planned = [rows for rows, _ in itertools.takewhile(lambda batch: batch[1].epoch == 1, ahead)]
+        batches = itertools.cycle([source.build(rows) for rows in planned[: args.tries]])
         config, _, step = stepper(True, args.slots or T)
-        step(batches[0])
-        begun = time.perf_counter()
-        for batch in batches:
-            step(batch)
-        seconds = (time.perf_counter() - begun) / len(batches)
-        tokens = sum(map(source.tokens, planned)) / len(batches)
-        print(f"{tokens:.0f} tokens of conversations in {B} rows of {T}; {source.left_out} conversations left out")
-        say(f"texts, {config.row_slots} slots", seconds, tokens, config)
+        seconds = best_of(lambda: step(next(batches)), args.tries)
+        tokens = sum(map(source.tokens, planned)) / len(planned)
+        print(f"{tokens:.0f} tokens of conversations in {B} x {T}; {source.left_out} conversations left out")
+        say(f"texts, {config.row_slots} slots a row", seconds, tokens, config)
         return
 
     row = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
@@ -241,7 +239,6 @@ def run_torch(args: argparse.Namespace) -> None:
             continue
         texts = read_texts(args.texts)
         for count in args.conversations:
-            # As many batches as hold the conversations of the other side's: the first of the file.
             parts = [texts[i : i + count] for i in range(0, args.first - args.first % count, count)]
             batches = [padded(part) for part in parts]
             step(*batches[0])
