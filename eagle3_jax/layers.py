@@ -12,7 +12,6 @@ import numpy as np
 from eagle3_jax.config import RopeConfig
 from eagle3_jax.int8 import Int8
 from eagle3_jax.panels import Panels
-from eagle3_jax.sharding import platform
 
 
 def linear(x: jax.Array, w: jax.Array | Int8 | Panels, bias: jax.Array | None = None, result: Any = None) -> jax.Array:
@@ -66,23 +65,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return scaled.astype(np.float32)
 
 
-def rotary(
-    positions_BT: jax.Array, rope: RopeConfig, head_dim: int, context_BT: jax.Array | None = None, *, once: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def rotary(positions_BT: jax.Array, rope: RopeConfig, head_dim: int, context_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """(cos, sin), each float32 [B, T, 1, H/2], from integer positions: computed, never read from a table that can be outrun.
 
     context_BT: the length of the context that each token is rotated for, which only "dynamic" asks for; None: the one it ends.
-    once: for passes of many tokens, whose heads and layers are then all to read the same numbers.
     """
     inv = jnp.asarray(inverse_frequencies(rope, head_dim))[None, None, None, :]
     if rope.kind == "dynamic":
         length = positions_BT + 1 if context_BT is None else context_BT
         inv = inv * _dynamic_stretch(rope, head_dim, length)
     angles = positions_BT.astype(jnp.float32)[..., None, None] * inv
-    if once and platform() == "cpu":
-        # XLA's CPU backend would compute both again for every head of every layer that they turn. It fuses nothing into a loop's results.
-        cos, sin = jax.lax.map(lambda ahead: jnp.where(ahead, jnp.sin(angles), jnp.cos(angles)), jnp.asarray([False, True]))
-        return cos, sin
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -116,7 +108,8 @@ def _rotate_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _rotate_by_index(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """The same for XLA's CPU backend, whose concatenation inside a fusion runs one number at a time: five times as fast."""
+    """The same for XLA's CPU backend, five times as fast: its concatenations inside a fusion run one number at a time, and every head of
+    every layer would compute its sines again."""
     half = x.shape[-1] // 2
     other = np.roll(np.arange(2 * half), half)
     return x * jnp.concatenate([cos, cos], axis=-1) + x[..., other] * jnp.concatenate([-sin, sin], axis=-1)

@@ -111,7 +111,7 @@ def forward(
     context_BT = None
     if prompt_B is not None and c.rope.kind == "dynamic":
         context_BT = jnp.maximum(positions_BT + 1, prompt_B if prompt_B.ndim == 2 else prompt_B[:, None])
-    cos_sin = rotary(positions_BT, c.rope, c.head_dim, context_BT, once=mask_BTT is None)
+    cos_sin = rotary(positions_BT, c.rope, c.head_dim, context_BT)
     # A window that reaches as far as this pass can costs nothing.
     reach = T if cache is None else cache.slots
     windows = [w if w is not None and w < reach else None for w in c.windows] or [None] * c.num_layers

@@ -252,7 +252,7 @@ def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pi
     known = draft_model.embedding_part(draft, embedded)
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     read = lambda at: [jnp.take_along_axis(part, at[:, :, None], axis=1) for part in known]  # noqa: E731
-    angles = lambda positions: rotary(positions, draft.config.rope, draft.config.head_dim, once=True)  # noqa: E731
+    angles = lambda positions: rotary(positions, draft.config.rope, draft.config.head_dim)  # noqa: E731
     q, k0, v0 = project(draft, read(shift(index, 1, segments, T)), g, angles(batch.positions))
     sight = Sight(jnp.maximum(batch.slots, 0), pick(segments), jnp.where(batch.valid, segments, -1))
     positions = pick(batch.positions)
