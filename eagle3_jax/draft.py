@@ -162,7 +162,7 @@ def project_state(
 
 def _qkv(draft: Eagle3Draft) -> list[jax.Array]:
     """The weights of q, k and v as one [2 D, (N + 2 K) H]; where heads lie on different devices, as three."""
-    weights = [weight[...] for weight in (draft.q, draft.k, draft.v)]
+    weights = [weight[...][:] for weight in (draft.q, draft.k, draft.v)]  # [:]: floats, also of int8 or panels
     split = max(shards(axis, weight.shape[1]) for axis, weight in zip(("heads", "kv_heads", "kv_heads"), weights, strict=True))
     return weights if split > 1 else [jnp.concatenate(weights, axis=1)]
 

@@ -6,6 +6,7 @@ A pass over a model reads hundreds of megabytes. In pages of 4 KiB a fifth of th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 from typing import Any
@@ -29,6 +30,7 @@ class Room:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         if padded > len(self._chunk):
+            _return_what_is_free()
             self._chunk = _chunk(max(padded, CHUNK))
         array, self._chunk = self._chunk[:size], self._chunk[padded:]
         return array.view(dtype).reshape(shape)
@@ -43,3 +45,9 @@ def _chunk(size: int) -> np.ndarray:
     with contextlib.suppress(OSError):  # a kernel without large pages: small ones serve as well, only slower
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+def _return_what_is_free() -> None:
+    """Arrays that were given up for those in a room leave their memory in the C library's heap, which nobody would ask for again."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library, or none that can be asked
+        ctypes.CDLL(None).malloc_trim(0)

@@ -15,7 +15,9 @@ from training_set import KEPT, TAPS, TARGET
 from eagle3_jax import draft as draft_model
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.layout import laid_out
 from eagle3_jax.params import fill, named_variables
+from eagle3_jax.quantize import quantize_int8
 from eagle3_jax.training.trainer import split
 from eagle3_jax.training.ttt import Batch, recipe
 
@@ -122,6 +124,17 @@ def test_decoding_and_training_compute_the_variant(variant: str) -> None:
 
 def _steps(draft: Eagle3Draft, embed: jax.Array, batch: Batch, pick: Any) -> jax.Array:
     return unroll(draft, draft_model.table(draft, embed), batch, 3, pick)
+
+
+@pytest.mark.parametrize("variant", ["plain", "all, narrower"])
+def test_unrolling_reads_a_head_as_it_lies(variant: str) -> None:
+    """In whatever layout it was loaded, in int8 too: whoever looks at training's states need not load the head anew."""
+    batch = jax.tree.map(jnp.asarray, make([[0, 1, 1, 1, 1, 1, 1, 1, 1]], count=1))
+    embed = jnp.asarray(np.random.default_rng(8).normal(size=(V, TARGET.hidden_size)), jnp.float32)
+    states = jax.jit(partial(_steps, pick=lambda x: x))
+    for given in (head(**VARIANTS[variant]), quantize_int8(head(**VARIANTS[variant]))):
+        for layout in ("plain", "auto"):
+            np.testing.assert_allclose(states(laid_out(given, layout), embed, batch), states(given, embed, batch), rtol=1e-4, atol=1e-5)
 
 
 def test_an_embedding_of_its_own_is_never_trained() -> None:
