@@ -7,7 +7,7 @@ Both passes are one scan over the (query block, key block) pairs that causality 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,15 +93,22 @@ def _readable(at: jax.Array, query_segment: jax.Array, index: jax.Array, key_seg
     return seen if oldest is None else seen & (oldest[:, :, None] <= index[None, None])
 
 
-def _block_scores(
-    group: int, q_BKXH: jax.Array, k_BKtH: jax.Array, sight: Sight, i: jax.Array, j: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(scores float32 [B, K, X, t], which of them count) of query block i against key block j."""
+def _block_scores(group: int, q_BKXH: jax.Array, k_BKtH: jax.Array, sight: Sight, i: Any, j: Any) -> jax.Array:
+    """Scores float32 [B, K, X, t] of query block i against the first t keys of key block j, MASKED where they do not count."""
     s = jnp.einsum("BKXH,BKtH->BKXt", q_BKXH, k_BKtH, precision=precision(q_BKXH.dtype), preferred_element_type=jnp.float32)
-    size = k_BKtH.shape[2]
-    index = j * size + jnp.arange(size, dtype=jnp.int32)
-    mask = _readable(sight.at[i], sight.query_segment[i], index, sight.key_segment[j], None if sight.oldest is None else sight.oldest[i])
-    return s, jnp.tile(mask, (1, group, 1))[:, None]
+    B, K, _, t = s.shape
+    segment = sight.key_segment[j]
+    index = j * segment.shape[1] + jnp.arange(t, dtype=jnp.int32)
+    oldest = None if sight.oldest is None else sight.oldest[i]
+    mask = _readable(sight.at[i], sight.query_segment[i], index, segment[:, :t], oldest)
+    return jnp.where(mask[:, None, None], s.reshape(B, K, group, -1, t), MASKED).reshape(s.shape)
+
+
+def _gradients(weight: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, shared: jax.Array) -> tuple[jax.Array, ...]:
+    """What a query block and the keys it was weighed against add to the gradients of q, k and v, each float32."""
+    d_s = weight * (_product("BKXH,BKtH->BKXt", d_out, v) + shared[..., None])
+    d_v = _product("BKXt,BKXH->BKtH", weight, d_out.astype(v.dtype))
+    return _product("BKXt,BKtH->BKXH", d_s, k), _product("BKXt,BKXH->BKtH", d_s, q), d_v
 
 
 def _product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -118,11 +125,10 @@ def _flash_forward(group, q, k, v, sight, pairs):
     def step(carry, pair):
         out, peak, total = carry
         i, j = pair
-        s, mask = _block_scores(group, q[i], k[j], sight, i, j)
-        s = jnp.where(mask, s, MASKED)
+        s = _block_scores(group, q[i], k[j], sight, i, j)
         old = peak[i]
         new = jnp.maximum(old, jnp.max(s, axis=-1))
-        weight = jnp.where(mask, jnp.exp(s - new[..., None]), 0.0)
+        weight = jnp.where(s > MASKED, jnp.exp(s - new[..., None]), 0.0)
         keep = jnp.exp(old - new)
         fresh = out[i] * keep[..., None] + _product("BKXt,BKtH->BKXH", weight, v[j])
         return (out.at[i].set(fresh), peak.at[i].set(new), total.at[i].set(total[i] * keep + jnp.sum(weight, axis=-1))), None
@@ -144,14 +150,10 @@ def _flash_backward(group, saved, cotangent):
     def step(carry, pair):
         d_q, d_k, d_v = carry
         i, j = pair
-        s, mask = _block_scores(group, q[i], k[j], sight, i, j)
-        weight = jnp.where(mask, jnp.exp(jnp.where(mask, s, MASKED) - logsum[i][..., None]), 0.0)
-        d_weight = _product("BKXH,BKtH->BKXt", d_out[i], v[j])
-        d_s = weight * (d_weight + shared[i][..., None])
-        d_v = d_v.at[j].add(_product("BKXt,BKXH->BKtH", weight, d_out[i].astype(v.dtype)))
-        d_k = d_k.at[j].add(_product("BKXt,BKXH->BKtH", d_s, q[i]))
-        d_q = d_q.at[i].add(_product("BKXt,BKtH->BKXH", d_s, k[j]))
-        return (d_q, d_k, d_v), None
+        s = _block_scores(group, q[i], k[j], sight, i, j)
+        weight = jnp.where(s > MASKED, jnp.exp(s - logsum[i][..., None]), 0.0)
+        more_q, more_k, more_v = _gradients(weight, q[i], k[j], v[j], d_out[i], shared[i])
+        return (d_q.at[i].add(more_q), d_k.at[j].add(more_k), d_v.at[j].add(more_v)), None
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     (d_q, d_k, d_v), _ = jax.lax.scan(step, start, (pairs[:, 0], pairs[:, 1]))
@@ -159,15 +161,6 @@ def _flash_backward(group, saved, cotangent):
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
-
-
-def _prefix_scores(group: int, q_BKXH: jax.Array, k_BKtH: jax.Array, sight: Sight, i: int) -> jax.Array:
-    """Scores float32 [B, K, X, t] of query block i against the first t keys, MASKED where they do not count."""
-    s = jnp.einsum("BKXH,BKtH->BKXt", q_BKXH, k_BKtH, precision=precision(q_BKXH.dtype), preferred_element_type=jnp.float32)
-    B, K, _, t = s.shape
-    oldest = None if sight.oldest is None else sight.oldest[i]
-    mask = _readable(sight.at[i], sight.query_segment[i], jnp.arange(t, dtype=jnp.int32), sight.key_segment[0][:, :t], oldest)
-    return jnp.where(mask[:, None, None], s.reshape(B, K, group, -1, t), MASKED).reshape(s.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -179,7 +172,7 @@ def _prefixes(group, reach, q, k, v, sight):
 def _prefixes_forward(group, reach, q, k, v, sight):
     outs, logsums = [], []
     for i, stop in enumerate(reach):
-        s = _prefix_scores(group, q[i], k[:, :, :stop], sight, i)
+        s = _block_scores(group, q[i], k[:, :, :stop], sight, i, 0)
         peak = jnp.maximum(jnp.max(s, axis=-1), MASKED / 2)
         weight = jnp.exp(s - peak[..., None])
         total = jnp.sum(weight, axis=-1)
@@ -197,13 +190,11 @@ def _prefixes_backward(group, reach, saved, cotangent):
     shared = d_logsum - jnp.sum(d_out * out, axis=-1)
     d_qs, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for i, stop in enumerate(reach):
-        s = _prefix_scores(group, q[i], k[:, :, :stop], sight, i)
+        s = _block_scores(group, q[i], k[:, :, :stop], sight, i, 0)
         weight = jnp.exp(s - jnp.where(logsum[i] > MASKED, logsum[i], 0.0)[..., None])
-        d_weight = _product("BKXH,BKtH->BKXt", d_out[i], v[:, :, :stop])
-        d_s = weight * (d_weight + shared[i][..., None])
-        d_v = d_v.at[:, :, :stop].add(_product("BKXt,BKXH->BKtH", weight, d_out[i].astype(v.dtype)))
-        d_k = d_k.at[:, :, :stop].add(_product("BKXt,BKXH->BKtH", d_s, q[i]))
-        d_qs.append(_product("BKXt,BKtH->BKXH", d_s, k[:, :, :stop]))
+        d_q, more_k, more_v = _gradients(weight, q[i], k[:, :, :stop], v[:, :, :stop], d_out[i], shared[i])
+        d_qs.append(d_q)
+        d_k, d_v = d_k.at[:, :, :stop].add(more_k), d_v.at[:, :, :stop].add(more_v)
     return jnp.stack(d_qs).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
