@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax import bfloat
 from eagle3_jax.config import RopeConfig
 from eagle3_jax.int8 import Int8
 from eagle3_jax.panels import Panels
@@ -24,6 +25,8 @@ def linear(x: jax.Array, w: jax.Array | Int8 | Panels, bias: jax.Array | None = 
         y = w.product(x, result)
     elif isinstance(w, Int8):
         y = w.product(x, exact, result)
+    elif bfloat.is_native(x, w):
+        y = bfloat.product(x.reshape(-1, x.shape[-1]), w.reshape(w.shape[0], -1), result).reshape(*x.shape[:-1], *w.shape[1:])
     elif x.ndim > 2 and w.ndim == 2:
         # As one matrix: XLA's CPU backend writes out a transposed copy for the weight's gradient of a product with more axes.
         flat = jnp.dot(x.reshape(-1, x.shape[-1]), w, precision=exact, preferred_element_type=result)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from eagle3_jax import bfloat
 from eagle3_jax.attention import attend, attend_causal
 from eagle3_jax.cache import BlockKV, Cache, empty_cache
 from eagle3_jax.config import TargetConfig
@@ -198,8 +199,12 @@ def _best_by_parts(table: jax.Array, axis: int, hidden: jax.Array) -> jax.Array:
 
     def part(best: tuple[jax.Array, jax.Array], start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         weight = jax.lax.dynamic_slice_in_dim(table, start, PART, axis)
-        scores = jax.lax.dot_general(flat, weight, (((1,), (1 - axis,)), ((), ())), precision=precision(flat.dtype))
-        peak, at = _first_best(scores.astype(jnp.float32))
+        if bfloat.is_native(flat, weight):
+            scores = bfloat.product(flat, weight, jnp.float32, turned=axis == 0)
+        else:
+            axes = (((1,), (1 - axis,)), ((), ()))
+            scores = jax.lax.dot_general(flat, weight, axes, precision=precision(flat.dtype), preferred_element_type=jnp.float32)
+        peak, at = _first_best(scores)
         better = peak > best[0]
         return (jnp.where(better, peak, best[0]), jnp.where(better, start + at, best[1])), None
 

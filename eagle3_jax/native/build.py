@@ -21,8 +21,10 @@ from eagle3_jax.user_cache import cache_folder
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-PRODUCT, ATTEND = "eagle3_product", "eagle3_attend"
-"""Names of the custom calls, and of their functions."""
+PRODUCT, ATTEND, BFLOAT = "eagle3_product", "eagle3_attend", "eagle3_bfloat"
+"""Names of the custom calls, and of their functions; the last one has its gradients beside it."""
+
+NAMES = (PRODUCT, ATTEND, BFLOAT, f"{BFLOAT}_first_turned", f"{BFLOAT}_second_turned")
 
 # For this machine's processor, by what its compiler calls that; contraction to fused multiply-adds everywhere, or rows would differ.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
@@ -43,26 +45,35 @@ def panel_width() -> int:
 
     Raises NoNativeError: the CPU is not JAX's platform, there is no C++ compiler, it fails, or what it makes does not load.
     """
+    return int(_registered().eagle3_panel_width())
+
+
+def has_bfloat() -> bool:
+    """Whether this processor multiplies bfloat16 numbers by itself, once the custom calls are registered with JAX. Raises as above."""
+    return bool(_registered().eagle3_has_bfloat())
+
+
+def _registered() -> ctypes.CDLL:
     with _LOCK:  # the name of a custom call is taken once
-        width = _width_or_reason()
-    if isinstance(width, str):
-        raise NoNativeError(width)
-    return width
+        library = _library_or_reason()
+    if isinstance(library, str):
+        raise NoNativeError(library)
+    return library
 
 
 @functools.cache
-def _width_or_reason() -> int | str:
+def _library_or_reason() -> ctypes.CDLL | str:
     """Asked once in a process: a compiler that fails, or does not end, would do so for every model."""
     if jax.default_backend() != "cpu":
         return f"JAX runs on {jax.default_backend()}, and the custom calls are for CPUs"
     try:
         library = ctypes.CDLL(str(compiled()))
         # The backend is there by now: a refusal concerns these calls alone.
-        for name in (PRODUCT, ATTEND):
+        for name in NAMES:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError) as error:
         return str(error)
-    return int(library.eagle3_panel_width())
+    return library
 
 
 def compiled(compilers: Sequence[str] = COMPILERS) -> Path:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax import bfloat
 from eagle3_jax import draft as draft_model
 from eagle3_jax.attention import ttt_attend
 from eagle3_jax.draft import Eagle3Draft
@@ -242,7 +243,10 @@ def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pi
     """
     segments, dtype = batch.segments, draft.dtype
     # Products are kept for the backward pass, or nothing; what lies between them costs little to compute again.
-    kept = None if remat else jax.checkpoint_policies.dots_saveable
+    products = jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(bfloat.NAME)
+    )
+    kept = None if remat else products
     project, finish = (jax.checkpoint(f, policy=kept) for f in (draft_model.project_state, draft_model.finish_layer))
     assert batch.features is not None
     B, T = batch.tokens.shape

@@ -91,16 +91,16 @@ def run_jax(args: argparse.Namespace) -> None:
         max_position=8192,
         tie_embeddings=True,
     )
-    target = initialize(Target(sizes), jax.random.key(0))
+    target = initialize(Target(sizes), jax.random.key(0), args.compute)
     kept = np.arange(U, dtype=np.int32)
     draft_config = DraftConfig.for_target(sizes, U)
     rule = recipe("aligned", steps=7)
     T, B = args.tokens, args.rows
-    peak = measured_peak("float32", 2048, 5)
-    print(f"measured peak of a float32 product: {peak / 1e9:.0f} GFLOP/s")
+    peak = measured_peak(args.compute, 2048, 5)
+    print(f"measured peak of a {args.compute} product: {peak / 1e9:.0f} GFLOP/s")
 
     def stepper(online: bool, slots: int) -> tuple[TrainConfig, Fixed, Callable[[Any], None]]:
-        config = TrainConfig(recipe=rule, rows=B, row_tokens=T, row_slots=slots, online=online)
+        config = TrainConfig(recipe=rule, rows=B, row_tokens=T, row_slots=slots, online=online, compute=args.compute)
         params, variables = split(fresh_draft(draft_config, kept, 0), rule)
         fixed = Fixed(frozen_tables(target, kept), variables, target if online else None)
         held: list[Any] = [new_state(params, config)]
@@ -211,11 +211,15 @@ def run_torch(args: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
 
         def step(tokens: Any, response: Any = 1.0, mask: Any = None) -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.compute == "bfloat16"):
+                update(tokens, response, mask)
+
+        def update(tokens: Any, response: Any, mask: Any) -> None:
             with torch.no_grad():
                 out = target(tokens, attention_mask=mask, output_hidden_states=True)
                 features = torch.cat([out.hidden_states[i] for i in (2, L // 2, L - 3)], -1)
                 counts = (out.logits.argmax(-1) < U).float() * response
-                teacher = out.logits[..., :U].softmax(-1)
+                teacher = out.logits[..., :U].float().softmax(-1)
             optimizer.zero_grad()
             head(features, tokens, teacher, counts).backward()
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -235,7 +239,7 @@ def run_torch(args: argparse.Namespace) -> None:
         if not args.texts:
             tokens = torch.randint(0, V, (args.rows, args.tokens))
             seconds = best_of(lambda step=step, tokens=tokens: step(tokens), args.tries)
-            print(f"torch, online, {threads} threads: {seconds:.2f} s, {tokens.numel() / seconds:.0f} tokens/s", flush=True)
+            print(f"torch, online, {args.compute}, {threads} threads: {seconds:.2f} s, {tokens.numel() / seconds:.0f} tokens/s", flush=True)
             continue
         texts = read_texts(args.texts)
         for count in args.conversations:
@@ -259,6 +263,7 @@ def main() -> None:
     parser.add_argument("what", choices=("jax", "torch", "encode"))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--compute", choices=("float32", "bfloat16"), default="float32", help="bfloat16: PyTorch's by autocast")
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--data", help="conversations to encode, as eagle3-data reads them")
