@@ -131,8 +131,8 @@ _rotate.defvjp(_rotate_forward, _rotate_backward)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up."""
-    return jax.nn.silu(gate) * up
+    """silu(gate) * up, computed in float32; result in gate's dtype."""
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def _align(weight: jax.Array, ndim: int) -> jax.Array:

@@ -198,7 +198,7 @@ def _best_by_parts(table: jax.Array, axis: int, hidden: jax.Array) -> jax.Array:
     flat = hidden.reshape(-1, hidden.shape[-1])
 
     def part(best: tuple[jax.Array, jax.Array], start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        weight = jax.lax.dynamic_slice_in_dim(table, start, PART, axis)
+        weight = _slice(table, start, PART, axis)
         if bfloat.is_native(flat, weight):
             scores = bfloat.product(flat, weight, jnp.float32, turned=axis == 0)
         else:
@@ -212,6 +212,14 @@ def _best_by_parts(table: jax.Array, axis: int, hidden: jax.Array) -> jax.Array:
     starts = jnp.minimum(jnp.arange(0, V, PART, dtype=jnp.int32), V - PART)
     none = (jnp.full(len(flat), -jnp.inf, jnp.float32), jnp.full(len(flat), V, jnp.int32))
     return jax.lax.scan(part, none, starts)[0][1].reshape(hidden.shape[:-1])
+
+
+def _slice(table: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
+    """As bits where it is bfloat16: XLA's CPU backend slices no such numbers, and would make floats of the whole table first."""
+    if table.dtype != jnp.bfloat16:
+        return jax.lax.dynamic_slice_in_dim(table, start, size, axis)
+    bits = jax.lax.dynamic_slice_in_dim(jax.lax.bitcast_convert_type(table, jnp.uint16), start, size, axis)
+    return jax.lax.bitcast_convert_type(bits, table.dtype)
 
 
 def parts(config: TargetConfig) -> dict[str, tuple[str, tuple, tuple[int, ...]]]:

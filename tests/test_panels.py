@@ -265,7 +265,7 @@ def test_no_compiling(tmp_path, monkeypatch):
     """A cache that cannot be written to, a compiler that does not end or is replaced: never a crash, and not asked twice."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert str(tmp_path / "file") in str(build._width_or_reason.__wrapped__())
+    assert str(tmp_path / "file") in str(build._library_or_reason.__wrapped__())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = tmp_path / "slow++"
     compiler.write_text("#!/bin/sh\necho >> $0.calls\nexec sleep 60\n")

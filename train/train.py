@@ -91,7 +91,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--compute-dtype",
         choices=("auto", *COMPUTE_TYPES),
         default="auto",
-        help="type of activations and products; parameters and optimizer are float32; auto: float32 on CPUs, bfloat16 elsewhere",
+        help="type of activations and products; parameters and optimizer are float32; auto: float32 on CPUs, bfloat16 elsewhere; on a CPU "
+        "that multiplies bfloat16 numbers by itself (AVX512-BF16) bfloat16 is 1.6 times as fast",
     )
     step.add_argument(
         "--attention",

@@ -205,7 +205,7 @@ def ttt_loss(
 
     # From here on row c stands for the token PREDICTED after position slots[c] + 1: its teacher is one, its drafts are those of step s
     # at slot slots[c] - s, which is entry c - s because scored slots come in runs.
-    drafts = jnp.stack([_delay(normed[s], s) for s in range(J)])
+    drafts = jnp.stack([_delay(a, s) for s, a in enumerate(jnp.unstack(normed))])
     masks_JBC = jnp.stack([pick(masks_JBT[s]) & present_BC for s in range(J)])
     segment_BC = pick(batch.segments)
     neighbour = lambda s: (_delay(batch.slots + 1, s) == batch.slots + 1 - s) & (_delay(segment_BC, s) == segment_BC)  # noqa: E731
@@ -221,7 +221,7 @@ def ttt_loss(
     head = draft.head[...] if recipe.train_head else jax.lax.stop_gradient(draft.head[...])
     total, results = head_loss(recipe.loss, drafts, head, teacher, frozen.teacher_head, weight, label)
     if recipe.feature_weight:
-        states = jnp.stack([_delay(states_JBCD[s], s) for s in range(J)])
+        states = jnp.stack([_delay(a, s) for s, a in enumerate(jnp.unstack(states_JBCD))])
         apart = jnp.where(rows_JBC, feature_distance(states, teacher[None]), 0.0)
         total = total + recipe.feature_weight * jnp.sum(per_row[:, None, None] * apart)
     loss = jnp.sum(jnp.where(trained, results.loss, 0.0), axis=(1, 2)) / divisors_J
@@ -247,7 +247,15 @@ def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pi
         jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(bfloat.NAME)
     )
     kept = None if remat else products
-    project, finish = (jax.checkpoint(f, policy=kept) for f in (draft_model.project_state, draft_model.finish_layer))
+    # A CPU attends in float32: of the many gradients that meet in a key it would round each before it adds them, one number at a time.
+    wide = jnp.float32 if platform() == "cpu" else dtype
+
+    def project(*args: Any) -> list[jax.Array]:
+        return [x.astype(wide) for x in jax.checkpoint(draft_model.project_state, policy=kept)(draft, *args)]
+
+    def finish(x: jax.Array, attended: jax.Array) -> jax.Array:
+        return jax.checkpoint(draft_model.finish_layer, policy=kept)(draft, x, attended.astype(dtype))
+
     assert batch.features is not None
     B, T = batch.tokens.shape
     g = draft_model.fuse(draft, batch.features)
@@ -257,16 +265,16 @@ def unroll(draft: Eagle3Draft, embed_VD: jax.Array, batch: Batch, steps: int, pi
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     read = lambda at: [jnp.take_along_axis(part, at[:, :, None], axis=1) for part in known]  # noqa: E731
     angles = lambda positions: rotary(positions, draft.config.rope, draft.config.head_dim)  # noqa: E731
-    q, k0, v0 = project(draft, read(shift(index, 1, segments, T)), g, angles(batch.positions))
+    q, k0, v0 = project(read(shift(index, 1, segments, T)), g, angles(batch.positions))
     sight = Sight(jnp.maximum(batch.slots, 0), pick(segments), jnp.where(batch.valid, segments, -1))
     positions = pick(batch.positions)
-    x = finish(draft, pick(g), ttt_attend(pick(q), k0, v0, sight, ()))
+    x = finish(pick(g), ttt_attend(pick(q), k0, v0, sight, ()))
 
     def advance(x: jax.Array, at: jax.Array, s: Any, earlier: Sequence[KV], seen: Any = None) -> tuple[jax.Array, KV]:
         """Step s from 1 on: (a, the step's own K/V), of the state before it and where the tokens read stand; `earlier`, `seen`: see
         `ttt_attend`."""
-        q, k, v = project(draft, read(at), x, angles(positions + s))
-        return finish(draft, x, ttt_attend(q, k0, v0, sight, [*earlier, (k, v)], seen=seen)), (k, v)
+        q, k, v = project(read(at), x, angles(positions + s))
+        return finish(x, ttt_attend(q, k0, v0, sight, [*earlier, (k, v)], seen=seen)), (k, v)
 
     reads = [pick(shift(index, 1 + s, segments, T)) for s in range(1, steps)]
     if platform() == "cpu" or steps < 3:
