@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from eagle3_jax.native.build import BFLOAT, NoNativeError, has_bfloat
+from eagle3_jax.native.build import BEST, BFLOAT, FIRST_TURNED, SECOND_TURNED, NoNativeError, bfloat_group, has_bfloat
 
 FEWEST = 32
 """Rows from which laying the matrix out anew, as every call does, costs little beside the product."""
@@ -39,9 +39,26 @@ def product(x_XI: jax.Array, w: jax.Array, result: Any = None, *, turned: bool =
     return checkpoint_name(_product(jnp.dtype(result or jnp.bfloat16), turned, x_XI, w), NAME)
 
 
+def best(x_XI: jax.Array, w: jax.Array, *, turned: bool = False) -> jax.Array:
+    """int32 [X]: the argmax of each row of bfloat16 x [X, I] times w [I, O] in float32, ties to the lowest; no product is kept. turned:
+    w is [O, I]. Rows of NaN give some id."""
+    outputs, group = w.shape[0 if turned else 1], bfloat_group()
+    shapes = [jax.ShapeDtypeStruct((-(-outputs // group), x_XI.shape[0]), dtype) for dtype in (jnp.float32, jnp.int32)]
+    native = jax.ffi.ffi_call(BFLOAT + BEST + (SECOND_TURNED if turned else ""), shapes, vmap_method="sequential")
+
+    def plain(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        scores = jnp.pad(_product(jnp.dtype(jnp.float32), turned, x, w), ((0, 0), (0, -outputs % group)), constant_values=-jnp.inf)
+        grouped = scores.reshape(len(x), -1, group).transpose(1, 0, 2)
+        start = jnp.arange(0, outputs, group, dtype=jnp.int32)[:, None]
+        return [jnp.max(grouped, axis=-1), start + jnp.argmax(grouped, axis=-1).astype(jnp.int32)]
+
+    peaks, ids = jax.lax.platform_dependent(x_XI, w, cpu=native, default=plain)
+    return jnp.take_along_axis(ids, jnp.argmax(peaks, axis=0)[None], axis=0)[0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(result: Any, turned: bool, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _call("_second_turned" if turned else "", result, x, w)
+    return _call(SECOND_TURNED if turned else "", result, x, w)
 
 
 def _forward(result: Any, turned: bool, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -52,13 +69,13 @@ def _backward(result: Any, turned: bool, saved: tuple[jax.Array, jax.Array], g: 
     del result
     x, w = saved
     g = g.astype(jnp.bfloat16)  # as XLA's own products of this type have it
-    of_w = _call("_first_turned", w.dtype, g, x) if turned else _call("_first_turned", w.dtype, x, g)
-    return _call("" if turned else "_second_turned", x.dtype, g, w), of_w
+    of_w = _call(FIRST_TURNED, w.dtype, g, x) if turned else _call(FIRST_TURNED, w.dtype, x, g)
+    return _call("" if turned else SECOND_TURNED, x.dtype, g, w), of_w
 
 
 _product.defvjp(_forward, _backward)
 
-_AXES = {"": (1, 0), "_first_turned": (0, 0), "_second_turned": (1, 1)}
+_AXES = {"": (1, 0), FIRST_TURNED: (0, 0), SECOND_TURNED: (1, 1)}
 """The axis that is summed over, in each operand."""
 
 

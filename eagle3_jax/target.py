@@ -180,6 +180,8 @@ def best_token(target: Target, hidden: jax.Array, head: jax.Array | None = None)
     tied = target.config.tie_embeddings
     table = target.embed[...] if tied else target.head[...]
     alone = jax.sharding.get_abstract_mesh().empty
+    if platform() == "cpu" and alone and isinstance(table, jax.Array) and bfloat.is_native(hidden, table):
+        return bfloat.best(hidden.reshape(-1, hidden.shape[-1]), table, turned=tied).reshape(hidden.shape[:-1])
     if platform() == "cpu" and alone and isinstance(table, jax.Array) and target.config.vocab_size > PART:
         return _best_by_parts(table, 0 if tied else 1, hidden)
     return _first_best(logits(target, hidden, head))[1]
@@ -198,12 +200,9 @@ def _best_by_parts(table: jax.Array, axis: int, hidden: jax.Array) -> jax.Array:
     flat = hidden.reshape(-1, hidden.shape[-1])
 
     def part(best: tuple[jax.Array, jax.Array], start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        weight = _slice(table, start, PART, axis)
-        if bfloat.is_native(flat, weight):
-            scores = bfloat.product(flat, weight, jnp.float32, turned=axis == 0)
-        else:
-            axes = (((1,), (1 - axis,)), ((), ()))
-            scores = jax.lax.dot_general(flat, weight, axes, precision=precision(flat.dtype), preferred_element_type=jnp.float32)
+        weight = jax.lax.dynamic_slice_in_dim(table, start, PART, axis)
+        axes = (((1,), (1 - axis,)), ((), ()))
+        scores = jax.lax.dot_general(flat, weight, axes, precision=precision(flat.dtype), preferred_element_type=jnp.float32)
         peak, at = _first_best(scores)
         better = peak > best[0]
         return (jnp.where(better, peak, best[0]), jnp.where(better, start + at, best[1])), None
@@ -212,14 +211,6 @@ def _best_by_parts(table: jax.Array, axis: int, hidden: jax.Array) -> jax.Array:
     starts = jnp.minimum(jnp.arange(0, V, PART, dtype=jnp.int32), V - PART)
     none = (jnp.full(len(flat), -jnp.inf, jnp.float32), jnp.full(len(flat), V, jnp.int32))
     return jax.lax.scan(part, none, starts)[0][1].reshape(hidden.shape[:-1])
-
-
-def _slice(table: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
-    """As bits where it is bfloat16: XLA's CPU backend slices no such numbers, and would make floats of the whole table first."""
-    if table.dtype != jnp.bfloat16:
-        return jax.lax.dynamic_slice_in_dim(table, start, size, axis)
-    bits = jax.lax.dynamic_slice_in_dim(jax.lax.bitcast_convert_type(table, jnp.uint16), start, size, axis)
-    return jax.lax.bitcast_convert_type(bits, table.dtype)
 
 
 def parts(config: TargetConfig) -> dict[str, tuple[str, tuple, tuple[int, ...]]]:

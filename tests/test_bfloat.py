@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 
 from eagle3_jax import bfloat
 from eagle3_jax.layers import linear
-from eagle3_jax.native.build import NoNativeError, has_bfloat
-from eagle3_jax.target import _slice, best_token
+from eagle3_jax.native.build import COMPILERS, NoNativeError, has_bfloat
+from eagle3_jax.target import best_token
 
 
 def there() -> bool:
@@ -26,6 +28,16 @@ def there() -> bool:
 
 
 needs_instruction = pytest.mark.skipif(not there(), reason="this machine's processor or compiler knows no bfloat16 product")
+
+
+def test_this_processor() -> None:
+    """Where the system says that there is the instruction, and there is a compiler, nothing below may be skipped."""
+    about = Path("/proc/cpuinfo")
+    if not about.exists() or "avx512_bf16" not in about.read_text() or not any(map(shutil.which, COMPILERS)):
+        pytest.skip("no such instruction, or no compiler")
+    assert has_bfloat()
+
+
 KINDS = tuple(bfloat._AXES)
 
 
@@ -48,7 +60,7 @@ def exact(kind: str, a: jax.Array, b: jax.Array) -> np.ndarray:
 
 
 @needs_instruction
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(kind=st.sampled_from(KINDS), rows=st.integers(1, 40), inputs=st.integers(1, 70), outputs=st.integers(1, 70))
 def test_any_shape(kind: str, rows: int, inputs: int, outputs: int) -> None:
     """Tails of tiles, panels, pairs and vectors."""
@@ -114,17 +126,20 @@ def test_kept_for_the_backward_pass() -> None:
     assert calls(jax.checkpoint(layer, policy=policy)) == calls(layer) == 1
 
 
-def test_slices_of_either_type() -> None:
-    table = jnp.asarray(np.random.default_rng(0).standard_normal((10, 6)), jnp.float32)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        for axis in (0, 1):
-            got = _slice(table.astype(dtype), jnp.int32(2), 3, axis)
-            np.testing.assert_array_equal(got, table.astype(dtype)[(slice(None),) * axis + (slice(2, 5),)])
+@needs_instruction
+@settings(max_examples=12, deadline=None)
+@given(turned=st.booleans(), rows=st.integers(1, 30), inputs=st.integers(1, 40), outputs=st.integers(1, 1200))
+def test_best(turned: bool, rows: int, inputs: int, outputs: int) -> None:
+    """Whole numbers, so that sums are exact and ties many."""
+    draw = np.random.default_rng(outputs)
+    x, w = (jnp.asarray(draw.integers(-2, 3, shape), jnp.bfloat16) for shape in ((rows, inputs), (inputs, outputs)))
+    scores = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    np.testing.assert_array_equal(bfloat.best(x, w.T if turned else w, turned=turned), scores.argmax(-1))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_best_token_in_bfloat16(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of the vocabulary, the last one overlapping: the argmax of float32 sums."""
+    """With the instruction or without, then by parts of the vocabulary, the last one overlapping: the argmax of float32 sums."""
     from eagle3_jax import target as target_model
     from eagle3_jax.params import initialize
     from eagle3_jax.shapes import LLAMA_31_8B

@@ -3,11 +3,14 @@
 // y[m, n] = sum over k of a(m, k) b(k, n), in float32, rounded once where y is bfloat16. Three functions, for a product and its two
 // gradients: a [M, K] b [K, N]; the first given transposed, [K, M]; the second, [N, K].
 //
+// Two more give, of each row of a product, the largest number and where it stands first, by groups of columns: a vocabulary's argmax
+// without its logits.
+//
 // The instruction adds two products to each of sixteen sums: operands are laid out in pairs along k, a in tiles of kRows rows, b in panels
 // of kColumns columns. Every output is one chain over k, whatever M and N are and whichever thread computes it.
 
+#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define EAGLE3_BFLOAT 1
@@ -95,6 +98,42 @@ struct Tiles {
   }
 };
 
+// The sums of a tile with a panel.
+inline __attribute__((always_inline)) void multiply(const uint32_t* tile, const uint32_t* panel, int64_t pairs,
+                                                    __m512 (&sum)[kRows][kVectors]) {
+  for (int m = 0; m < kRows; ++m)
+    for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_setzero_ps();
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512bh w[kVectors];
+    for (int v = 0; v < kVectors; ++v) w[v] = (__m512bh)_mm512_load_si512(panel + p * kColumns + v * kWide);
+    for (int m = 0; m < kRows; ++m) {
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(tile[p * kRows + m]));
+      for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], x, w[v]);
+    }
+  }
+}
+
+// A panel of b, packed; goes with the scope. Null where there is no memory.
+struct Packed {
+  uint32_t* at;
+  __mmask16 there[kVectors];  // columns that there are
+
+  explicit Packed(int64_t inputs)
+      : at(static_cast<uint32_t*>(aligned_alloc(64, static_cast<size_t>(inputs / 2 + 1) * kColumns * 4))) {}
+  ~Packed() { free(at); }
+  void fill(const Operand& b, int64_t first) {
+    for (int v = 0; v < kVectors; ++v) {
+      pack(b, first + v * kWide, kWide, at + v * kWide, kColumns);
+      const int64_t left = b.count - first - v * kWide;
+      there[v] = left >= kWide ? 0xffff : left <= 0 ? 0 : static_cast<__mmask16>((1u << left) - 1);
+    }
+  }
+};
+
+inline void put(float* at, __mmask16 there, __m512 sum) { _mm512_mask_storeu_ps(at, there, sum); }
+inline void put(uint16_t* at, __mmask16 there, __m512 sum) { _mm256_mask_storeu_epi16(at, there, (__m256i)_mm512_cvtneps_pbh(sum)); }
+
+// The product, a panel at a time.
 template <typename Number>
 struct Panels {
   Operand b;
@@ -102,69 +141,114 @@ struct Panels {
   Number* y;          // [M, N]
   int64_t rows;
 
-  static void put(float* at, __mmask16 there, __m512 sum) { _mm512_mask_storeu_ps(at, there, sum); }
-  static void put(uint16_t* at, __mmask16 there, __m512 sum) {
-    _mm256_mask_storeu_epi16(at, there, (__m256i)_mm512_cvtneps_pbh(sum));
-  }
-
-  bool run(int64_t panel) const {
-    const int64_t pairs = (b.inputs + 1) / 2, first = panel * kColumns;
-    auto* const packed = static_cast<uint32_t*>(aligned_alloc(64, static_cast<size_t>(pairs ? pairs : 1) * kColumns * 4));
-    if (!packed) return false;
-    __mmask16 there[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      pack(b, first + v * kWide, kWide, packed + v * kWide, kColumns);
-      const int64_t left = b.count - first - v * kWide;
-      there[v] = left >= kWide ? 0xffff : left <= 0 ? 0 : static_cast<__mmask16>((1u << left) - 1);
-    }
+  static constexpr int64_t kColumnsOfPiece = kColumns;
+  bool run(int64_t piece) const {
+    const int64_t pairs = (b.inputs + 1) / 2, first = piece * kColumns;
+    Packed panel(b.inputs);
+    if (!panel.at) return false;
+    panel.fill(b, first);
     for (int64_t row = 0; row < rows; row += kRows) {
-      const uint32_t* const tile = a + row * pairs;
       __m512 sum[kRows][kVectors];
-      for (int m = 0; m < kRows; ++m)
-        for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_setzero_ps();
-      for (int64_t p = 0; p < pairs; ++p) {
-        __m512bh w[kVectors];
-        for (int v = 0; v < kVectors; ++v) w[v] = (__m512bh)_mm512_load_si512(packed + p * kColumns + v * kWide);
-        for (int m = 0; m < kRows; ++m) {
-          const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(tile[p * kRows + m]));
-          for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], x, w[v]);
-        }
-      }
-      // Written out, so that the sums stay in registers.
+      multiply(a + row * pairs, panel.at, pairs, sum);
       for (int m = 0; m < kRows; ++m)
         if (row + m < rows)
-          for (int v = 0; v < kVectors; ++v) put(y + (row + m) * b.count + first + v * kWide, there[v], sum[m][v]);
+          for (int v = 0; v < kVectors; ++v) put(y + (row + m) * b.count + first + v * kWide, panel.there[v], sum[m][v]);
     }
-    free(packed);
     return true;
   }
 };
 
-template <typename Number>
-XLA_FFI_Error* multiply(XLA_FFI_CallFrame* frame, const Operand& a, const Operand& b, Number* y) {
-  const int64_t pairs = (a.inputs + 1) / 2, tiles = (a.count + kRows - 1) / kRows, panels = (b.count + kColumns - 1) / kColumns;
-  if (!tiles || !panels) return nullptr;
+// The best of each row among a group of columns.
+struct Best {
+  Operand b;
+  const uint32_t* a;
+  float* peak;   // [groups, M]
+  int32_t* id;
+  int64_t rows;
+
+  static constexpr int64_t kColumnsOfPiece = 16 * kColumns;
+  bool run(int64_t piece) const {
+    const int64_t pairs = (b.inputs + 1) / 2, begin = piece * kColumnsOfPiece, end = least(begin + kColumnsOfPiece, b.count);
+    Packed panel(b.inputs);
+    if (!panel.at) return false;
+    float* const peaks = peak + piece * rows;
+    int32_t* const ids = id + piece * rows;
+    for (int64_t row = 0; row < rows; ++row) peaks[row] = -INFINITY, ids[row] = static_cast<int32_t>(begin);
+    for (int64_t first = begin; first < end; first += kColumns) {
+      panel.fill(b, first);
+      for (int64_t row = 0; row < rows; row += kRows) {
+        __m512 sum[kRows][kVectors];
+        multiply(a + row * pairs, panel.at, pairs, sum);
+        for (int m = 0; m < kRows; ++m) {
+          if (row + m >= rows) continue;
+          __m512 best = _mm512_set1_ps(-INFINITY);
+          for (int v = 0; v < kVectors; ++v) best = _mm512_mask_max_ps(best, panel.there[v], best, sum[m][v]);
+          const float largest = _mm512_reduce_max_ps(best);
+          if (!(largest > peaks[row + m])) continue;
+          uint32_t where = 0;
+          for (int v = 0; v < kVectors; ++v)
+            where |= static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(panel.there[v], sum[m][v], _mm512_set1_ps(largest), _CMP_EQ_OQ))
+                     << (v * kWide);
+          peaks[row + m] = largest;
+          ids[row + m] = static_cast<int32_t>(first + __builtin_ctz(where));
+        }
+      }
+    }
+    return true;
+  }
+};
+
+// Packs a, and does the work of every piece of b's columns.
+template <typename Work>
+XLA_FFI_Error* with_tiles(XLA_FFI_CallFrame* frame, const Operand& a, Work work) {
+  const int64_t pairs = (a.inputs + 1) / 2, tiles = (a.count + kRows - 1) / kRows;
+  const int64_t pieces = (work.b.count + Work::kColumnsOfPiece - 1) / Work::kColumnsOfPiece;
+  if (!tiles || !pieces) return nullptr;
   auto* const packed = static_cast<uint32_t*>(malloc(static_cast<size_t>(tiles * kRows * (pairs ? pairs : 1)) * 4));
   if (!packed) return refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
+  work.a = packed;
   XLA_FFI_Error* error = share(frame, Tiles{a, packed}, tiles);
-  if (!error) error = share(frame, Panels<Number>{b, packed, y, a.count}, panels);
+  if (!error) error = share(frame, work, pieces);
   free(packed);
   return error;
 }
 
+// The two operands; null where they are none.
+const char* read(XLA_FFI_CallFrame* frame, bool first_turned, bool second_turned, Operand* left, Operand* right) {
+  if (frame->args.size != 2) return "bfloat16 product: expected two matrices";
+  const XLA_FFI_Buffer &a = argument(frame, 0), &b = argument(frame, 1);
+  if (a.dtype != XLA_FFI_DataType_BF16 || b.dtype != XLA_FFI_DataType_BF16 || a.rank != 2 || b.rank != 2)
+    return "bfloat16 product: operands must be bfloat16 matrices";
+  *left = Operand{data<const uint16_t>(a), a.dims[first_turned], a.dims[!first_turned], !first_turned};
+  *right = Operand{data<const uint16_t>(b), b.dims[!second_turned], b.dims[second_turned], second_turned};
+  return left->inputs == right->inputs ? nullptr : "bfloat16 product: shapes do not belong together";
+}
+
 XLA_FFI_Error* product(XLA_FFI_CallFrame* frame, bool first_turned, bool second_turned) {
   if (answered(frame)) return nullptr;
-  if (frame->args.size != 2 || frame->rets.size != 1) return refuse(frame, "bfloat16 product: expected two matrices");
-  const XLA_FFI_Buffer &a = argument(frame, 0), &b = argument(frame, 1), &y = result(frame);
-  if (a.dtype != XLA_FFI_DataType_BF16 || b.dtype != XLA_FFI_DataType_BF16 || a.rank != 2 || b.rank != 2 || y.rank != 2)
-    return refuse(frame, "bfloat16 product: operands must be bfloat16 matrices");
-  const Operand left{data<const uint16_t>(a), a.dims[first_turned], a.dims[!first_turned], !first_turned};
-  const Operand right{data<const uint16_t>(b), b.dims[!second_turned], b.dims[second_turned], second_turned};
-  if (left.inputs != right.inputs || y.dims[0] != left.count || y.dims[1] != right.count)
-    return refuse(frame, "bfloat16 product: shapes do not belong together");
-  if (y.dtype == XLA_FFI_DataType_F32) return multiply(frame, left, right, data<float>(y));
-  if (y.dtype == XLA_FFI_DataType_BF16) return multiply(frame, left, right, data<uint16_t>(y));
+  Operand left, right;
+  if (const char* wrong = read(frame, first_turned, second_turned, &left, &right)) return refuse(frame, wrong);
+  if (frame->rets.size != 1) return refuse(frame, "bfloat16 product: expected one result");
+  const XLA_FFI_Buffer& y = result(frame);
+  if (y.rank != 2 || y.dims[0] != left.count || y.dims[1] != right.count) return refuse(frame, "bfloat16 product: the result's shape is wrong");
+  if (y.dtype == XLA_FFI_DataType_F32) return with_tiles(frame, left, Panels<float>{right, nullptr, data<float>(y), left.count});
+  if (y.dtype == XLA_FFI_DataType_BF16) return with_tiles(frame, left, Panels<uint16_t>{right, nullptr, data<uint16_t>(y), left.count});
   return refuse(frame, "bfloat16 product: the result must be float32 or bfloat16");
+}
+
+XLA_FFI_Error* best(XLA_FFI_CallFrame* frame, bool second_turned) {
+  if (answered(frame)) return nullptr;
+  Operand left, right;
+  if (const char* wrong = read(frame, false, second_turned, &left, &right)) return refuse(frame, wrong);
+  if (frame->rets.size != 2) return refuse(frame, "bfloat16 argmax: expected two results");
+  const XLA_FFI_Buffer &peak = result(frame, 0), &id = result(frame, 1);
+  const int64_t groups = (right.count + Best::kColumnsOfPiece - 1) / Best::kColumnsOfPiece;
+  if (peak.dtype != XLA_FFI_DataType_F32 || id.dtype != XLA_FFI_DataType_S32) return refuse(frame, "bfloat16 argmax: floats and ids");
+  for (int i = 0; i < 2; ++i) {
+    const XLA_FFI_Buffer& y = result(frame, i);
+    if (y.rank != 2 || y.dims[0] != groups || y.dims[1] != left.count) return refuse(frame, "bfloat16 argmax: results are [groups, M]");
+  }
+  return with_tiles(frame, left, Best{right, nullptr, data<float>(peak), data<int32_t>(id), left.count});
 }
 
 }  // namespace
@@ -173,10 +257,11 @@ XLA_FFI_Error* product(XLA_FFI_CallFrame* frame, bool first_turned, bool second_
 
 namespace {
 
-XLA_FFI_Error* product(XLA_FFI_CallFrame* frame, bool, bool) {
-  if (answered(frame)) return nullptr;
-  return refuse(frame, "bfloat16 product: this processor has no instruction for it");
+XLA_FFI_Error* without(XLA_FFI_CallFrame* frame) {
+  return answered(frame) ? nullptr : refuse(frame, "bfloat16 product: this processor has no instruction for it");
 }
+XLA_FFI_Error* product(XLA_FFI_CallFrame* frame, bool, bool) { return without(frame); }
+XLA_FFI_Error* best(XLA_FFI_CallFrame* frame, bool) { return without(frame); }
 
 }  // namespace
 
@@ -185,6 +270,17 @@ XLA_FFI_Error* product(XLA_FFI_CallFrame* frame, bool, bool) {
 extern "C" XLA_FFI_Error* eagle3_bfloat(XLA_FFI_CallFrame* frame) { return product(frame, false, false); }
 extern "C" XLA_FFI_Error* eagle3_bfloat_first_turned(XLA_FFI_CallFrame* frame) { return product(frame, true, false); }
 extern "C" XLA_FFI_Error* eagle3_bfloat_second_turned(XLA_FFI_CallFrame* frame) { return product(frame, false, true); }
+extern "C" XLA_FFI_Error* eagle3_bfloat_best(XLA_FFI_CallFrame* frame) { return best(frame, false); }
+extern "C" XLA_FFI_Error* eagle3_bfloat_best_second_turned(XLA_FFI_CallFrame* frame) { return best(frame, true); }
 
 // Whether the functions above do more than refuse.
 extern "C" int eagle3_has_bfloat() { return EAGLE3_BFLOAT; }
+
+// Columns of a group of the argmax.
+extern "C" int eagle3_bfloat_group() {
+#if EAGLE3_BFLOAT
+  return Best::kColumnsOfPiece;
+#else
+  return 0;
+#endif
+}

@@ -22,9 +22,10 @@ from eagle3_jax.user_cache import cache_folder
 FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 PRODUCT, ATTEND, BFLOAT = "eagle3_product", "eagle3_attend", "eagle3_bfloat"
-"""Names of the custom calls, and of their functions; the last one has its gradients beside it."""
+"""Names of the custom calls, and of their functions; the last one has its gradients and an argmax beside it."""
 
-NAMES = (PRODUCT, ATTEND, BFLOAT, f"{BFLOAT}_first_turned", f"{BFLOAT}_second_turned")
+FIRST_TURNED, SECOND_TURNED, BEST = "_first_turned", "_second_turned", "_best"
+NAMES = (PRODUCT, ATTEND, *(BFLOAT + kind for kind in ("", FIRST_TURNED, SECOND_TURNED, BEST, BEST + SECOND_TURNED)))
 
 # For this machine's processor, by what its compiler calls that; contraction to fused multiply-adds everywhere, or rows would differ.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
@@ -51,6 +52,11 @@ def panel_width() -> int:
 def has_bfloat() -> bool:
     """Whether this processor multiplies bfloat16 numbers by itself, once the custom calls are registered with JAX. Raises as above."""
     return bool(_registered().eagle3_has_bfloat())
+
+
+def bfloat_group() -> int:
+    """How many columns of a product the argmax takes together. Raises as above."""
+    return int(_registered().eagle3_bfloat_group())
 
 
 def _registered() -> ctypes.CDLL:

@@ -97,7 +97,7 @@ inline bool answered(XLA_FFI_CallFrame* frame) {
 }
 
 inline const XLA_FFI_Buffer& argument(XLA_FFI_CallFrame* frame, int i) { return *static_cast<XLA_FFI_Buffer*>(frame->args.args[i]); }
-inline const XLA_FFI_Buffer& result(XLA_FFI_CallFrame* frame) { return *static_cast<XLA_FFI_Buffer*>(frame->rets.rets[0]); }
+inline const XLA_FFI_Buffer& result(XLA_FFI_CallFrame* frame, int i = 0) { return *static_cast<XLA_FFI_Buffer*>(frame->rets.rets[i]); }
 
 template <typename T>
 T* data(const XLA_FFI_Buffer& buffer) {
