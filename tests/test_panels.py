@@ -78,65 +78,6 @@ def test_a_row_has_the_same_bits_in_every_pass(whole):
         assert np.array_equal(product(jnp.asarray(x[:rows]), weight), every[:rows]), rows
 
 
-@settings(deadline=None, max_examples=20)
-@given(
-    seed=st.integers(0, 10**6),
-    batch=st.integers(1, 3),
-    tokens=st.integers(1, 9),
-    group=st.integers(1, 3),
-    kv_heads=st.integers(1, 2),
-    width=st.sampled_from([4, 8, 12, 64, 80, 96]),
-    slots=st.integers(1, 200),
-    window=st.booleans(),
-    one_mask=st.booleans(),
-)
-def test_attention_is_xlas(seed, batch, tokens, group, kv_heads, width, slots, window, one_mask):
-    """Over any lengths, masks and windows; what a query does not see may be anything."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, slots + 1, batch).astype(np.int32)
-    mask = rng.random((1 if one_mask else batch, tokens, tokens + 2)) < 0.4
-    mask[..., -1] = True
-    oldest = rng.integers(-3, slots + 1, (batch, tokens)).astype(np.int32) if window else None
-    shapes = [(batch, tokens, kv_heads * group, width), *[(batch, tokens + 2, kv_heads, width)] * 2]
-    q, k, v = (rng.standard_normal(shape).astype(np.float32) * 3 for shape in shapes)
-    k_cache, v_cache = (rng.standard_normal((batch, kv_heads, *s)).astype(np.float32) for s in ((width, slots), (slots, width)))
-    want = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest)
-    k[:, -2], v[:, -2], mask[..., -2] = np.nan, np.nan, False
-    unseen = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest)
-    for row, length in enumerate(lengths):
-        k_cache[row, :, :, length:], v_cache[row, :, length:] = np.nan, np.nan
-    got = attend(*map(jnp.asarray, (q, k, v, mask)), tuple(map(jnp.asarray, (k_cache, v_cache, lengths))), oldest, native=True)
-    assert want.shape == got.shape and np.isfinite(got).all()
-    np.testing.assert_allclose(got, unseen, atol=2e-5, rtol=2e-5)
-
-
-def test_attention_passes_on_what_is_not_finite():
-    """To exactly the queries that read it."""
-    q, k, v = (jnp.asarray(random(1, 3, heads, 8, seed=heads)) for heads in (4, 2, 2))
-    mask = jnp.asarray([[[True, False, False], [False, True, False], [True, False, True]]])
-    cache = jnp.zeros((1, 2, 8, 4)), jnp.zeros((1, 2, 4, 8)), jnp.asarray([2], jnp.int32)
-    for bad in ((k.at[0, 0].set(jnp.nan), v), (k, v.at[0, 0].set(jnp.nan)), (k, v.at[0, 0].set(jnp.inf))):
-        got = attend(q, *bad, mask, cache, native=True)
-        assert np.array_equal(np.isfinite(got).all((0, 2, 3)), [False, True, False])
-
-
-def test_attention_stays_in_its_slots():
-    """Whatever the lengths say. A slot that is not finite, behind the window of some queries of a pass, reaches the others alone."""
-    tokens, slots = 6, 40
-    q, k, v = (jnp.asarray(random(3, tokens, heads, 16, seed=heads)) for heads in (4, 2, 2))
-    mask = jnp.tril(jnp.ones((1, tokens, tokens), bool))
-    k_cache, v_cache = random(3, 2, 16, slots, seed=5), random(3, 2, slots, 16, seed=6)
-    oldest = jnp.tile(jnp.arange(10, 10 + tokens, dtype=jnp.int32), (3, 1))
-    cache = k_cache.copy(), v_cache.copy(), jnp.asarray([slots + 9, -(10**6), 33], jnp.int32)
-    cache[0][:, :, :, 12], cache[1][:, :, 12] = np.nan, np.nan
-    got = np.array(attend(q, k, v, mask, (jnp.asarray(cache[0]), jnp.asarray(cache[1]), cache[2]), oldest, native=True))
-    want = attend(q, k, v, mask, (jnp.asarray(k_cache), jnp.asarray(v_cache), cache[2]), oldest)
-    sees = np.array([0, 2])[:, None], np.arange(3)
-    assert np.isnan(got[sees]).all()
-    got[sees] = np.asarray(want)[sees]
-    np.testing.assert_allclose(got, want, atol=2e-5)
-
-
 def test_transformations():
     """As of any other product: mapped, differentiated, and with the numbers cast."""
     x, w = jnp.asarray(random(2, 3, 20)), jnp.asarray(random(20, 70, seed=1))

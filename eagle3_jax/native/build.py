@@ -31,7 +31,7 @@ NAMES = (PRODUCT, ATTEND, *(BFLOAT + kind for kind in ("", FIRST_TURNED, SECOND_
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 PROCESSOR = (("-march=native",), ("-mcpu=native",), ())
 PATIENCE = 120.0
-"""Seconds that a compiler may take; it takes less than one."""
+"""Seconds that a compiler may take; it takes a few."""
 
 
 class NoNativeError(RuntimeError):

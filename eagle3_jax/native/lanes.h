@@ -5,6 +5,10 @@
 
 #include <cstdint>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -30,6 +34,22 @@ inline void store(float* at, typename Vector<lanes>::Floats value) {
   *reinterpret_cast<typename Vector<lanes>::Floats*>(at) = value;
 }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// a * b + c, rounded once where this is a processor that can. By its own instruction: a compiler that is free to contract, or not, does so
+// in one loop and not in another, and a row's bits would depend on which of them it went through.
+template <int lanes>
+inline typename Vector<lanes>::Floats fused(typename Vector<lanes>::Floats a, typename Vector<lanes>::Floats b,
+                                            typename Vector<lanes>::Floats c) {
+  using Floats [[maybe_unused]] = typename Vector<lanes>::Floats;
+#if defined(__AVX512F__)
+  if constexpr (lanes == 16) return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#if defined(__FMA__)
+  if constexpr (lanes == 8) return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  if constexpr (lanes == 4) return (Floats)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#endif
+  return a * b + c;
+}
 
 }  // namespace
 
