@@ -39,6 +39,11 @@ def product(x_XI: jax.Array, w: jax.Array, result: Any = None, *, turned: bool =
     return checkpoint_name(_product(jnp.dtype(result or jnp.bfloat16), turned, x_XI, w), NAME)
 
 
+def gradients(x_XI: jax.Array, w_IO: jax.Array, g_XO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Those of x and w, bfloat16, where g is that of their `product`."""
+    return _backward(None, False, (x_XI, w_IO), g_XO)
+
+
 def best(x_XI: jax.Array, w: jax.Array, *, turned: bool = False) -> jax.Array:
     """int32 [X]: the argmax of each row of bfloat16 x [X, I] times w [I, O] in float32, ties to the lowest; no product is kept. turned:
     w is [O, I]. Rows of NaN give some id."""

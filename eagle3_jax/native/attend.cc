@@ -32,23 +32,6 @@ constexpr int64_t kMost = 48;      // queries of one key/value head that a threa
 constexpr int64_t kPieces = 8;     // as many keep threads busy: no more, for the sake of keys that are read once for many queries
 constexpr int64_t kLine = 64;      // bytes of a line of the processor's caches
 
-// e^x for x <= 0, within two units in the last place; NaN stays NaN. Range reduction and polynomial: Cephes, expf.
-template <int lanes>
-inline typename Vector<lanes>::Floats exponential(typename Vector<lanes>::Floats x) {
-  using Floats = typename Vector<lanes>::Floats;
-  using Ints = typename Vector<lanes>::Ints;
-  x = x < -87.0f ? Floats{} - 87.0f : x;
-  const Floats shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const Ints power = ((Ints)shifted - 0x4B400000 + 127) << 23;
-  return (p * r * r + r + 1.0f) * (Floats)power;
-}
-
 // Memory that a thread works in; grows, and goes with the thread. Null where there is none.
 struct Room {
   float* at = nullptr;

@@ -33,6 +33,24 @@ template <int lanes>
 inline void store(float* at, typename Vector<lanes>::Floats value) {
   *reinterpret_cast<typename Vector<lanes>::Floats*>(at) = value;
 }
+
+// e^x for x <= 0, within two units in the last place; NaN stays NaN. Range reduction and polynomial: Cephes, expf.
+template <int lanes>
+inline typename Vector<lanes>::Floats exponential(typename Vector<lanes>::Floats x) {
+  using Floats = typename Vector<lanes>::Floats;
+  using Ints = typename Vector<lanes>::Ints;
+  x = x < -87.0f ? Floats{} - 87.0f : x;
+  const Floats shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Ints power = ((Ints)shifted - 0x4B400000 + 127) << 23;
+  return (p * r * r + r + 1.0f) * (Floats)power;
+}
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // a * b + c, rounded once where this is a processor that can. By its own instruction: a compiler that is free to contract, or not, does so

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eagle3_jax import bfloat
 from eagle3_jax.layers import linear
 from eagle3_jax.sharding import platform
+from eagle3_jax.training import fused_loss
 
 LANES = 128
 """How many sums of a row a CPU makes side by side."""
@@ -176,13 +178,39 @@ def _head_loss_forward(name, chunk, normed, head, teacher, teacher_head, weight,
     def body(carry, xs):
         total, d_head = carry
         n, t, w, y = xs
-        grad = jax.value_and_grad(lambda n, h: _chunk_loss(name, n, h, t, teacher_head, w, y), argnums=(0, 1), has_aux=True)
-        (part, results), (d_n, d_h) = grad(n, head)
+        grad = _fused if name == "cross_entropy" and fused_loss.is_native() else partial(_by_autodiff, name)
+        (part, results), (d_n, d_h) = grad(n, head, t, teacher_head, w, y)
         return (total + part, d_head + d_h.astype(jnp.float32)), (results, d_n)
 
     carry = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
     (total, d_head), (results, d_n) = jax.lax.scan(body, carry, _operands(chunk, normed, teacher, weight, label))
     return (total, RowResults(*(_join(x, 2) for x in results))), (_join(d_n, 2), d_head.astype(head.dtype))
+
+
+def _by_autodiff(name, normed, head, *others):
+    """((weighted sum, RowResults), the gradients of normed and head) of one chunk."""
+    loss = lambda normed, head: _chunk_loss(name, normed, head, *others)  # noqa: E731
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(normed, head)
+
+
+def _fused(normed, head, teacher, teacher_head, weight, label):
+    """The same of the cross-entropy."""
+    J, B, c, D = normed.shape
+    U = head.shape[1]
+    draft, back = jax.vjp(lambda normed, head: linear(normed, head, result=jnp.float32), normed, head)
+    scores = linear(teacher.astype(head.dtype), teacher_head.astype(head.dtype), result=jnp.float32).reshape(B * c, U)
+    silent = jnp.where(weight > 0, weight, 0.0)
+    short = bfloat.is_native(normed, head)
+    loss, correct, gradient = fused_loss.cross_entropy(
+        draft.reshape(J, B * c, U), scores, silent.reshape(J, B * c), label.reshape(-1), normed.dtype if short else jnp.float32
+    )
+    loss, correct = loss.reshape(J, B, c), correct.reshape(J, B, c)
+    if short:
+        d_normed, d_head = bfloat.gradients(normed.reshape(-1, D), head, gradient.reshape(-1, U))
+        d_normed = d_normed.reshape(normed.shape)
+    else:
+        d_normed, d_head = back(gradient.reshape(draft.shape))
+    return (jnp.sum(jnp.where(weight > 0, weight * loss, 0.0)), RowResults(loss, correct)), (d_normed, d_head)
 
 
 def _head_loss_backward(name, chunk, saved, cotangent):
