@@ -98,9 +98,9 @@ struct Tiles {
   }
 };
 
-// The sums of a tile with a panel.
-inline __attribute__((always_inline)) void multiply(const uint32_t* tile, const uint32_t* panel, int64_t pairs,
-                                                    __m512 (&sum)[kRows][kVectors]) {
+// The sums of a tile with a panel, [kRows, kColumns]. They stay in registers until the end: whoever looks at single ones does so in memory.
+void multiply(const uint32_t* tile, const uint32_t* panel, int64_t pairs, float* sums) {
+  __m512 sum[kRows][kVectors];
   for (int m = 0; m < kRows; ++m)
     for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_setzero_ps();
   for (int64_t p = 0; p < pairs; ++p) {
@@ -111,6 +111,8 @@ inline __attribute__((always_inline)) void multiply(const uint32_t* tile, const 
       for (int v = 0; v < kVectors; ++v) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], x, w[v]);
     }
   }
+  for (int m = 0; m < kRows; ++m)
+    for (int v = 0; v < kVectors; ++v) _mm512_store_ps(sums + m * kColumns + v * kWide, sum[m][v]);
 }
 
 // A panel of b, packed; goes with the scope. Null where there is no memory.
@@ -148,11 +150,11 @@ struct Panels {
     if (!panel.at) return false;
     panel.fill(b, first);
     for (int64_t row = 0; row < rows; row += kRows) {
-      __m512 sum[kRows][kVectors];
-      multiply(a + row * pairs, panel.at, pairs, sum);
-      for (int m = 0; m < kRows; ++m)
-        if (row + m < rows)
-          for (int v = 0; v < kVectors; ++v) put(y + (row + m) * b.count + first + v * kWide, panel.there[v], sum[m][v]);
+      alignas(64) float sums[kRows * kColumns];
+      multiply(a + row * pairs, panel.at, pairs, sums);
+      for (int64_t m = 0; m < least(kRows, rows - row); ++m)
+        for (int v = 0; v < kVectors; ++v)
+          put(y + (row + m) * b.count + first + v * kWide, panel.there[v], _mm512_load_ps(sums + m * kColumns + v * kWide));
     }
     return true;
   }
@@ -177,17 +179,19 @@ struct Best {
     for (int64_t first = begin; first < end; first += kColumns) {
       panel.fill(b, first);
       for (int64_t row = 0; row < rows; row += kRows) {
-        __m512 sum[kRows][kVectors];
-        multiply(a + row * pairs, panel.at, pairs, sum);
-        for (int m = 0; m < kRows; ++m) {
-          if (row + m >= rows) continue;
-          __m512 best = _mm512_set1_ps(-INFINITY);
-          for (int v = 0; v < kVectors; ++v) best = _mm512_mask_max_ps(best, panel.there[v], best, sum[m][v]);
+        alignas(64) float sums[kRows * kColumns];
+        multiply(a + row * pairs, panel.at, pairs, sums);
+        for (int64_t m = 0; m < least(kRows, rows - row); ++m) {
+          __m512 sum[kVectors], best = _mm512_set1_ps(-INFINITY);
+          for (int v = 0; v < kVectors; ++v) {
+            sum[v] = _mm512_load_ps(sums + m * kColumns + v * kWide);
+            best = _mm512_mask_max_ps(best, panel.there[v], best, sum[v]);
+          }
           const float largest = _mm512_reduce_max_ps(best);
           if (!(largest > peaks[row + m])) continue;
           uint32_t where = 0;
           for (int v = 0; v < kVectors; ++v)
-            where |= static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(panel.there[v], sum[m][v], _mm512_set1_ps(largest), _CMP_EQ_OQ))
+            where |= static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(panel.there[v], sum[v], _mm512_set1_ps(largest), _CMP_EQ_OQ))
                      << (v * kWide);
           peaks[row + m] = largest;
           ids[row + m] = static_cast<int32_t>(first + __builtin_ctz(where));
