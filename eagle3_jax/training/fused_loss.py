@@ -33,4 +33,6 @@ def cross_entropy(
         jax.ShapeDtypeStruct(weight_JR.shape, jnp.bool_),
         jax.ShapeDtypeStruct(draft_JRU.shape, dtype),
     )
-    return tuple(jax.ffi.ffi_call(CROSS_ENTROPY, shapes, vmap_method="sequential")(draft_JRU, teacher_RU, weight_JR, label_R))
+    call = jax.ffi.ffi_call(CROSS_ENTROPY, shapes, vmap_method="sequential")
+    loss, correct, gradient = call(draft_JRU, teacher_RU, weight_JR, label_R)
+    return loss, correct, gradient
