@@ -29,7 +29,7 @@ constexpr int kQueries = 6;        // of one key/value head that are taken toget
 constexpr int kBlock = 4;          // vectors of slots, or of a head's width, whose sums stay in registers beside them
 constexpr int64_t kChunk = 256;    // places of a row that a thread takes; a multiple of kBlock vectors
 constexpr int64_t kMost = 48;      // queries of one key/value head that a thread takes
-constexpr int64_t kPieces = 8;     // as many keep threads busy: no more, for the sake of keys that are read once for many queries
+constexpr int64_t kShares = 3;      // pieces for each thread: no more than balance asks for, as keys are read again for each
 constexpr int64_t kLine = 64;      // bytes of a line of the processor's caches
 
 // Memory that a thread works in; grows, and goes with the thread. Null where there is none.
@@ -65,11 +65,11 @@ struct Attend {
   std::atomic<int64_t>* ended;  // [B, K, parts]: chunks that are done
 
   // How threads share the work; false where there is no memory for what they find.
-  bool prepare() {
+  bool prepare(int64_t threads) {
     int64_t longest = 0;
     for (int64_t row = 0; row < batch; ++row) longest = std::max(longest, length(row));
     chunks = ceiling(longest + own, kChunk);
-    parts = std::max(ceiling(kPieces, batch * kv_heads * chunks), ceiling(queries(), kMost));
+    parts = std::max(ceiling(kShares * threads, batch * kv_heads * chunks), ceiling(queries(), kMost));
     parts = least(parts, ceiling(queries(), kQueries));
     const int64_t counters = batch * kv_heads * parts, before = ceiling(counters * sizeof(*ended), sizeof(Floats)) * lanes;
     static thread_local Room room;
@@ -383,7 +383,7 @@ XLA_FFI_Error* attend(XLA_FFI_CallFrame* frame) {
   work.out = data<float>(result(frame));
   work.batch = q.dims[0], work.tokens = q.dims[1], work.heads = q.dims[2], work.width = q.dims[3];
   work.own = k.dims[1], work.kv_heads = k.dims[2], work.slots = cache.dims[3], work.mask_rows = mask.dims[0];
-  if (!work.prepare()) return refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
+  if (!work.prepare(threads_of(frame))) return refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
   return share(frame, work, work.pieces());
 }
 

@@ -24,6 +24,27 @@ inline XLA_FFI_Error* refuse(XLA_FFI_CallFrame* frame, const char* message,
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
+inline void drop(XLA_FFI_CallFrame* frame, XLA_FFI_Error* error) {
+  XLA_FFI_Error_Destroy_Args args = {};
+  args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  args.error = error;
+  frame->api->XLA_FFI_Error_Destroy(&args);
+}
+
+// Of the pool, the caller's own among them; 1 where it does not say.
+inline int64_t threads_of(XLA_FFI_CallFrame* frame) {
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args ask = {};
+  ask.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+  ask.ctx = frame->ctx;
+  ask.num_threads = &threads;
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_NumThreads(&ask)) {
+    drop(frame, error);
+    return 1;
+  }
+  return threads;
+}
+
 // `work.run(i)`, false where memory is wanting, for every i below `pieces`. The caller takes pieces from a counter beside the threads of
 // the pool, and in the end waits only for pieces that somebody has begun: no thread of the pool need ever come. Those that come late find
 // nothing to do, and the last one frees the counters.
@@ -56,13 +77,8 @@ template <typename Work>
 XLA_FFI_Error* share(XLA_FFI_CallFrame* frame, const Work& work, int64_t pieces) {
   auto* job = new (std::nothrow) Job<Work>(work, pieces);
   if (!job) return refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
-  int64_t threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args ask = {};
-  ask.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
-  ask.ctx = frame->ctx;
-  ask.num_threads = &threads;
-  XLA_FFI_Error* alone = frame->api->XLA_FFI_ThreadPool_NumThreads(&ask);
-  for (int64_t h = 1; !alone && h < threads && h < pieces; ++h) {
+  XLA_FFI_Error* alone = nullptr;
+  for (int64_t h = 1, threads = threads_of(frame); !alone && h < threads && h < pieces; ++h) {
     job->users.fetch_add(1, std::memory_order_relaxed);
     XLA_FFI_ThreadPool_Schedule_Args task = {};
     task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
@@ -70,14 +86,9 @@ XLA_FFI_Error* share(XLA_FFI_CallFrame* frame, const Work& work, int64_t pieces)
     task.task = Job<Work>::help;
     task.data = job;
     alone = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
-    if (alone) job->leave();
+    if (alone) job->users.fetch_sub(1, std::memory_order_relaxed);  // not the last: the caller is one
   }
-  if (alone) {
-    XLA_FFI_Error_Destroy_Args drop = {};
-    drop.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
-    drop.error = alone;
-    frame->api->XLA_FFI_Error_Destroy(&drop);
-  }
+  if (alone) drop(frame, alone);
   job->run();
   for (int spins = 0; job->done.load(std::memory_order_acquire) < pieces; ++spins)
     if (spins > 1000) sched_yield();
