@@ -15,6 +15,7 @@ from flax import nnx
 from eagle3_jax.attention import attend, causal_mask
 from eagle3_jax.cache import BlockKV, Cache, after, append, empty_cache
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.fused import linear_onto, norm_linear
 from eagle3_jax.layers import linear, rms_norm, rotary, rotate, swiglu
 from eagle3_jax.panels import is_native
 from eagle3_jax.params import VocabMap, fill, named_variables, param
@@ -175,9 +176,9 @@ def finish_layer(draft: Eagle3Draft, x_BTD: jax.Array, attended_BTNH: jax.Array)
     c = draft.config
     B, T, _ = x_BTD.shape
     residual = rms_norm(x_BTD, draft.hidden_norm[...], c.rms_norm_eps) if c.norm_before_residual else x_BTD
-    x = residual + linear(attended_BTNH.reshape(B, T, -1), draft.o[...])
+    x = linear_onto(residual, attended_BTNH.reshape(B, T, -1), draft.o[...])
     u = rms_norm(x, draft.mlp_norm[...], c.rms_norm_eps)
-    a = x + linear(swiglu(linear(u, draft.gate[...]), linear(u, draft.up[...])), draft.down[...])
+    a = linear_onto(x, swiglu(linear(u, draft.gate[...]), linear(u, draft.up[...])), draft.down[...])
     return rms_norm(a, draft.norm[...], c.rms_norm_eps) if c.norm_output else a
 
 
@@ -188,7 +189,9 @@ def normed(draft: Eagle3Draft, a: jax.Array) -> jax.Array:
 
 def logits(draft: Eagle3Draft, a: jax.Array) -> jax.Array:
     """float32 [..., U] from a [..., D]; on a mesh each device keeps its part of U."""
-    return constrain(linear(normed(draft, a), draft.head[...]), "rows", *(None,) * (a.ndim - 2), "draft_vocab").astype(jnp.float32)
+    c, head = draft.config, draft.head[...]
+    scores = linear(a, head) if c.norm_output else norm_linear(a, draft.norm[...], c.rms_norm_eps, head)
+    return constrain(scores, "rows", *(None,) * (a.ndim - 2), "draft_vocab").astype(jnp.float32)
 
 
 def forward(

@@ -93,14 +93,33 @@ class Panels:
 
 @jax.custom_jvp
 def _read_once(panels: Panels, x_XI: jax.Array) -> jax.Array:
-    shape = jax.ShapeDtypeStruct((x_XI.shape[0], math.prod(panels.outputs)), jnp.float32)
-    scale = () if panels.scale is None else (panels.scale,)
-    return jax.ffi.ffi_call(PRODUCT, shape, vmap_method="sequential")(x_XI, panels.values, *scale)
+    return native_product(panels, x_XI)
 
 
 @_read_once.defjvp
 def _derivative(primals: tuple[Panels, jax.Array], tangents: tuple[Panels, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return jax.jvp(Panels._as_matrix, primals, tangents)
+
+
+def native_product(
+    panels: Panels,
+    x: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    gated: bool = False,
+    norm: tuple[jax.Array, Any] | None = None,
+    add: jax.Array | None = None,
+) -> jax.Array:
+    """The custom call: float32 x [X, I] times panels that are native, + bias [...O] + add [X, O]; [X, O].
+
+    gated: of silu(gate) * up of x [X, 2, I]. norm: of the rms norm of x with this weight [I] and epsilon.
+    """
+    rows, inputs = x.shape[0], x.shape[-1]
+    weight, eps = (None, None) if norm is None else (norm[0], jnp.reshape(norm[1], 1))
+    floats = [jnp.zeros(0) if a is None else a.astype(jnp.float32) for a in (panels.scale, bias, weight, eps, add)]
+    made = (rows, inputs) if gated or norm is not None else (0,)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, math.prod(panels.outputs)), made)]
+    return jax.ffi.ffi_call(PRODUCT, results, vmap_method="sequential")(x, panels.values, *floats)[0]
 
 
 def is_native(weight: Any) -> bool:

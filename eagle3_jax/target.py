@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from eagle3_jax import bfloat
 from eagle3_jax.attention import attend, attend_causal
 from eagle3_jax.cache import BlockKV, Cache, empty_cache
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.layers import linear, precision, rms_norm, rotary, rotate, swiglu
+from eagle3_jax.fused import gated_linear, linear_onto, norm_linear
+from eagle3_jax.layers import linear, precision, rms_norm, rotary, rotate
 from eagle3_jax.panels import is_native
 from eagle3_jax.params import param
 from eagle3_jax.sharding import constrain, gathered, lookup, platform
@@ -123,8 +124,7 @@ def forward(
     for i, block in enumerate(blocks):
         if i in taps:
             features[i] = x
-        u = rms_norm(x, block.attention_norm[...], c.rms_norm_eps)
-        qkv = _project(block, "qkv", u)
+        qkv = norm_linear(x, block.attention_norm[...], c.rms_norm_eps, *_weights(block, "qkv"))
         q, k, v = qkv[..., :-2, :].reshape(B, T, c.num_heads, c.head_dim), qkv[..., -2, :], qkv[..., -1, :]
         if c.qk_norm:
             q, k = rms_norm(q, block.q_norm[...], c.rms_norm_eps), rms_norm(k, block.k_norm[...], c.rms_norm_eps)
@@ -138,10 +138,9 @@ def forward(
             cached = None if cache is None else (cache.k[i], cache.v[i], cache.lengths)
             mask, oldest = narrowed[windows[i]]
             attended = attend(q, k, v, mask, cached, oldest, native=is_native(block.qkv[...]))
-        x = x + _project(block, "o", attended.reshape(B, T, -1))
-        u = rms_norm(x, block.mlp_norm[...], c.rms_norm_eps)
-        gate_up = _project(block, "gate_up", u)
-        x = x + _project(block, "down", swiglu(gate_up[..., 0, :], gate_up[..., 1, :]))
+        x = linear_onto(x, attended.reshape(B, T, -1), *_weights(block, "o"))
+        gate_up = norm_linear(x, block.mlp_norm[...], c.rms_norm_eps, *_weights(block, "gate_up"))
+        x = gated_linear(gate_up, *_weights(block, "down"), add=x)
     hidden = rms_norm(x, target.norm[...], c.rms_norm_eps)
     features[c.num_layers] = hidden
     tapped = jnp.concatenate([features[k] for k in taps], axis=-1) if taps else jnp.zeros((B, T, 0), x.dtype)
@@ -225,6 +224,7 @@ def parts(config: TargetConfig) -> dict[str, tuple[str, tuple, tuple[int, ...]]]
     }
 
 
-def _project(block: TargetBlock, name: str, x: jax.Array) -> jax.Array:
+def _weights(block: TargetBlock, name: str) -> tuple[Any, Any]:
+    """(weight, bias or None) of a projection."""
     bias = getattr(block, f"{name}_bias", None)
-    return linear(x, getattr(block, name)[...], None if bias is None else bias[...])
+    return getattr(block, name)[...], None if bias is None else bias[...]

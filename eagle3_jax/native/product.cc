@@ -4,9 +4,13 @@
 // rows of W numbers one after the other, so that memory is read from one end to the other. Its numbers are float32, or int8 with a float32
 // scale per output, which multiplies the sum.
 //
+// What stands before and after a product in a layer is done here too, where each would be an operation of its own, for microseconds: x
+// may be normed by its root mean square, or be silu(gate) * up of two rows, and a bias and a residual may be added to y.
+//
 // Every output is one chain of multiply-adds over i, however many rows there are and whichever thread computes it: a row's result has the
 // same bits in a pass of one token and in one of sixty.
 
+#include <math.h>
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -24,7 +28,7 @@ constexpr int kWidth = kLanes * kVectors;
 // Inputs of a panel at a time: they stay in the first-level cache while groups of rows go over them.
 constexpr int64_t kInputs = 64;
 constexpr int64_t kStrip = 96;    // rows of x at a time, whose sums are kept meanwhile
-constexpr int64_t kAhead = 4096;  // bytes to fetch ahead of where a panel is read, when rows are few
+constexpr int64_t kAhead = 6144;  // bytes to fetch ahead of where a panel is read, when rows are few
 constexpr int kLine = 64;         // bytes of a line of the cache
 constexpr int kLines = kWidth * 4 / kLine;
 
@@ -86,15 +90,78 @@ inline const float* as_floats(const int8_t* w, int64_t count, float* room) {
   return room;
 }
 
+// What x is made of: `row(m)` writes row m of it.
+struct Source {
+  const float* given;  // [M, I], or gate and up [M, 2, I]
+  const float* norm;   // [I], or null
+  float epsilon;
+  bool gated;
+  float* x;  // [M, I]
+  int64_t inputs;
+
+  bool whole() const { return !norm && !gated; }  // x is what is given
+
+  void row(int64_t m) const {
+    if (norm)
+      normed(given + m * inputs, x + m * inputs);
+    else
+      gate(given + 2 * m * inputs, given + (2 * m + 1) * inputs, x + m * inputs);
+  }
+
+  void normed(const float* from, float* to) const {
+    Floats sums[2] = {};
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= inputs; i += 2 * kLanes)
+      for (int v = 0; v < 2; ++v) sums[v] += load(from + i + v * kLanes) * load(from + i + v * kLanes);
+    sums[0] += sums[1];
+    float sum = 0;
+    for (int l = 0; l < kLanes; ++l) sum += sums[0][l];
+    for (; i < inputs; ++i) sum += from[i] * from[i];
+    const float factor = 1.0f / sqrtf(sum / static_cast<float>(inputs) + epsilon);
+    for (i = 0; i + kLanes <= inputs; i += kLanes) store(to + i, load(from + i) * factor * load(norm + i));
+    for (; i < inputs; ++i) to[i] = from[i] * factor * norm[i];
+  }
+
+  void gate(const float* gates, const float* up, float* to) const {
+    int64_t i = 0;
+    for (; i + kLanes <= inputs; i += kLanes) store(to + i, silu(load(gates + i)) * load(up + i));
+    for (; i < inputs; ++i) to[i] = (silu(Floats{} + gates[i]) * up[i])[0];
+  }
+
+  static Floats silu(Floats x) {
+    const Floats small = exponential<kLanes>(x < 0 ? x : -x);  // no overflow
+    return x * (x < 0 ? (x < -87.0f ? Floats{} : small) : Floats{} + 1.0f) / (small + 1.0f);
+  }
+};
+
 template <typename Weight>
 struct Product {
-  const float* x;      // [M, I]
+  Source source;
+  const float* x;      // [M, I], its rows as they are multiplied
   const Weight* w;     // [P, I, W]
   const float* scale;  // [O], or null
+  const float* bias;   // [O], or null
+  const float* onto;   // [M, O], or null
   float* y;            // [M, O]
   int64_t rows, inputs, outputs;
+  std::atomic<int64_t>* prepared;  // rows of x
 
-  bool run(int64_t p) const {
+  int64_t sources() const { return source.whole() ? 0 : rows; }
+  int64_t pieces() const { return sources() + (outputs + kWidth - 1) / kWidth; }
+
+  bool run(int64_t piece) const {
+    if (piece < sources()) {
+      source.row(piece);
+      prepared->fetch_add(1, std::memory_order_release);
+    } else {
+      for (int spins = 0; prepared->load(std::memory_order_acquire) < sources(); ++spins)  // somebody is at each of them
+        if (spins > 1000) sched_yield();
+      multiply_panel(piece - sources());
+    }
+    return true;
+  }
+
+  void multiply_panel(int64_t p) const {
     const Weight* panel = w + p * inputs * kWidth;
     const int64_t width = least(kWidth, outputs - p * kWidth);
     for (int64_t strip = 0; strip < rows; strip += kStrip) {
@@ -122,38 +189,72 @@ struct Product {
             add_rows<kRows, 1>(some, count, inputs, from + first * inputs, weights, after, sums + first * kWidth);
         }
       }
-      for (int64_t m = 0; m < here; ++m) {
-        float* out = y + (strip + m) * outputs + p * kWidth;
-        for (int64_t o = 0; o < width; ++o) out[o] = scale ? sums[m * kWidth + o] * scale[p * kWidth + o] : sums[m * kWidth + o];
-      }
+      for (int64_t m = 0; m < here; ++m) finish(sums + m * kWidth, strip + m, p * kWidth, width);
     }
-    return true;
+  }
+
+  // Outputs o .. o + width - 1 of row m from their sums.
+  void finish(float* sums, int64_t m, int64_t o, int64_t width) const {
+    float* const out = y + m * outputs + o;
+    int64_t v = 0;
+    for (; v + kLanes <= width; v += kLanes)
+      store(out + v, finished(load(sums + v), scale ? load(scale + o + v) : Floats{}, bias ? load(bias + o + v) : Floats{},
+                              onto ? load(onto + m * outputs + o + v) : Floats{}));
+    for (; v < width; ++v)
+      out[v] = finished(Floats{} + sums[v], scale ? Floats{} + scale[o + v] : Floats{}, bias ? Floats{} + bias[o + v] : Floats{},
+                        onto ? Floats{} + onto[m * outputs + o + v] : Floats{})[0];
+  }
+
+  Floats finished(Floats sum, Floats scales, Floats biases, Floats residual) const {
+    if (scale) sum *= scales;
+    if (bias) sum += biases;
+    return onto ? sum + residual : sum;
   }
 };
 
+template <typename Weight>
+XLA_FFI_Error* multiply(XLA_FFI_CallFrame* frame, Product<Weight> work) {
+  std::atomic<int64_t> prepared{0};  // nobody looks at it any more when `share` is back
+  work.prepared = &prepared;
+  return share(frame, work, work.pieces());
+}
+
+// An operand of `size` floats, or of none: null.
+bool optional(const XLA_FFI_Buffer& buffer, int64_t size, const float** floats) {
+  int64_t given = 1;
+  for (int64_t i = 0; i < buffer.rank; ++i) given *= buffer.dims[i];
+  *floats = given ? data<const float>(buffer) : nullptr;
+  return buffer.dtype == XLA_FFI_DataType_F32 && (given == 0 || given == size);
+}
+
 }  // namespace
 
-// x [M, I], w [P, I, W] and, for int8, scale [O] -> y [M, O].
+// x [M, I], or gate and up [M, 2, I]; w [P, I, W]; and, each of which may have no elements, scale [O], which int8 has, bias [O], the weight of
+// a norm of x [I] with its epsilon [1], residual [M, O] -> y [M, O] and room for the rows that are made of x [M, I], without elements where
+// x is multiplied as it is.
 extern "C" XLA_FFI_Error* eagle3_product(XLA_FFI_CallFrame* frame) {
   if (answered(frame)) return nullptr;
-  if (frame->args.size < 2 || frame->args.size > 3 || frame->rets.size != 1) return refuse(frame, "product: expected x, w, perhaps scale");
-  const XLA_FFI_Buffer &x = argument(frame, 0), &w = argument(frame, 1), &y = result(frame);
-  if (x.dtype != XLA_FFI_DataType_F32 || y.dtype != XLA_FFI_DataType_F32 || x.rank != 2 || y.rank != 2 || w.rank != 3)
+  if (frame->args.size != 7 || frame->rets.size != 2) return refuse(frame, "product: expected seven arguments and two results");
+  const XLA_FFI_Buffer &x = argument(frame, 0), &w = argument(frame, 1), &y = result(frame, 0), &room = result(frame, 1);
+  if (x.dtype != XLA_FFI_DataType_F32 || y.dtype != XLA_FFI_DataType_F32 || x.rank < 2 || x.rank > 3 || y.rank != 2 || w.rank != 3)
     return refuse(frame, "product: x and y must be float32 matrices, w panels [P, I, W]");
-  const int64_t rows = x.dims[0], inputs = x.dims[1], outputs = y.dims[1], panels = (outputs + kWidth - 1) / kWidth;
-  if (y.dims[0] != rows || w.dims[0] != panels || w.dims[1] != inputs || w.dims[2] != kWidth)
+  const int64_t rows = x.dims[0], inputs = x.dims[x.rank - 1], outputs = y.dims[1], panels = (outputs + kWidth - 1) / kWidth;
+  const bool gated = x.rank == 3;
+  if (y.dims[0] != rows || w.dims[0] != panels || w.dims[1] != inputs || w.dims[2] != kWidth || (gated && x.dims[1] != 2))
     return refuse(frame, "product: shapes of x, w and y do not belong together");
-  const float* scale = nullptr;
-  if (frame->args.size == 3) {
-    const XLA_FFI_Buffer& given = argument(frame, 2);
-    if (given.dtype != XLA_FFI_DataType_F32 || given.rank != 1 || given.dims[0] != outputs)
-      return refuse(frame, "product: one float32 scale per output");
-    scale = data<const float>(given);
-  }
+  const float *scale, *bias, *norm, *epsilon, *onto, *made;
+  if (!optional(argument(frame, 2), outputs, &scale) || !optional(argument(frame, 3), outputs, &bias) ||
+      !optional(argument(frame, 4), inputs, &norm) || !optional(argument(frame, 5), 1, &epsilon) ||
+      !optional(argument(frame, 6), rows * outputs, &onto) || !optional(room, rows * inputs, &made))
+    return refuse(frame, "product: scale, bias, norm and residual must be float32, of the sizes of x and y");
+  if (!norm != !epsilon || (norm && gated) || (!norm && !gated) != !made)
+    return refuse(frame, "product: x is normed, with a weight and an epsilon, or gated; there must be room for it then");
+  const Source source{data<const float>(x), norm, norm ? *epsilon : 0, gated, const_cast<float*>(made), inputs};
+  const float* const multiplied = made ? made : data<const float>(x);
   if (w.dtype == XLA_FFI_DataType_F32)
-    return share(frame, Product<float>{data<const float>(x), data<const float>(w), scale, data<float>(y), rows, inputs, outputs}, panels);
+    return multiply(frame, Product<float>{source, multiplied, data<const float>(w), scale, bias, onto, data<float>(y), rows, inputs, outputs, nullptr});
   if (w.dtype == XLA_FFI_DataType_S8)
-    return share(frame, Product<int8_t>{data<const float>(x), data<const int8_t>(w), scale, data<float>(y), rows, inputs, outputs}, panels);
+    return multiply(frame, Product<int8_t>{source, multiplied, data<const int8_t>(w), scale, bias, onto, data<float>(y), rows, inputs, outputs, nullptr});
   return refuse(frame, "product: weights must be float32 or int8");
 }
 
