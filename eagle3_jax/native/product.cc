@@ -229,9 +229,9 @@ bool optional(const XLA_FFI_Buffer& buffer, int64_t size, const float** floats) 
 
 }  // namespace
 
-// x [M, I], or gate and up [M, 2, I]; w [P, I, W]; and, each of which may have no elements, scale [O], which int8 has, bias [O], the weight of
-// a norm of x [I] with its epsilon [1], residual [M, O] -> y [M, O] and room for the rows that are made of x [M, I], without elements where
-// x is multiplied as it is.
+// x [M, I], or gate and up [M, 2, I]; w [P, I, W]; and, each of which may have no elements, scale [O], which int8 has, bias [O], the weight
+// of a norm of x [I] with its epsilon [1], residual [M, O] -> y [M, O] and room for the rows that are made of x [M, I], without elements
+// where x is multiplied as it is.
 extern "C" XLA_FFI_Error* eagle3_product(XLA_FFI_CallFrame* frame) {
   if (answered(frame)) return nullptr;
   if (frame->args.size != 7 || frame->rets.size != 2) return refuse(frame, "product: expected seven arguments and two results");
@@ -242,6 +242,7 @@ extern "C" XLA_FFI_Error* eagle3_product(XLA_FFI_CallFrame* frame) {
   const bool gated = x.rank == 3;
   if (y.dims[0] != rows || w.dims[0] != panels || w.dims[1] != inputs || w.dims[2] != kWidth || (gated && x.dims[1] != 2))
     return refuse(frame, "product: shapes of x, w and y do not belong together");
+  if (rows == 0) return nullptr;
   const float *scale, *bias, *norm, *epsilon, *onto, *made;
   if (!optional(argument(frame, 2), outputs, &scale) || !optional(argument(frame, 3), outputs, &bias) ||
       !optional(argument(frame, 4), inputs, &norm) || !optional(argument(frame, 5), 1, &epsilon) ||
@@ -250,11 +251,13 @@ extern "C" XLA_FFI_Error* eagle3_product(XLA_FFI_CallFrame* frame) {
   if (!norm != !epsilon || (norm && gated) || (!norm && !gated) != !made)
     return refuse(frame, "product: x is normed, with a weight and an epsilon, or gated; there must be room for it then");
   const Source source{data<const float>(x), norm, norm ? *epsilon : 0, gated, const_cast<float*>(made), inputs};
-  const float* const multiplied = made ? made : data<const float>(x);
+  const float* const multiplied = made ? made : source.given;
   if (w.dtype == XLA_FFI_DataType_F32)
-    return multiply(frame, Product<float>{source, multiplied, data<const float>(w), scale, bias, onto, data<float>(y), rows, inputs, outputs, nullptr});
+    return multiply<float>(
+        frame, {source, multiplied, data<const float>(w), scale, bias, onto, data<float>(y), rows, inputs, outputs, nullptr});
   if (w.dtype == XLA_FFI_DataType_S8)
-    return multiply(frame, Product<int8_t>{source, multiplied, data<const int8_t>(w), scale, bias, onto, data<float>(y), rows, inputs, outputs, nullptr});
+    return multiply<int8_t>(
+        frame, {source, multiplied, data<const int8_t>(w), scale, bias, onto, data<float>(y), rows, inputs, outputs, nullptr});
   return refuse(frame, "product: weights must be float32 or int8");
 }
 
