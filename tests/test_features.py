@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from training_set import TAPS, TARGET, Tokens, conversations, selection, tiny_cache, tiny_target
 
-from eagle3_jax import target
+from eagle3_jax import fused, target
 from eagle3_jax.params import initialize
 from eagle3_jax.target import Target
 from eagle3_jax.training import features
@@ -53,11 +53,11 @@ def test_taps_are_the_streams_that_enter_their_blocks(tmp_path: Path) -> None:
     def constant_mlp(gate: jax.Array, up: jax.Array) -> jax.Array:
         return jnp.full_like(gate, 1.0 / gate.shape[-1])
 
-    original, target.swiglu = target.swiglu, constant_mlp
+    original, fused.swiglu = fused.swiglu, constant_mlp
     try:
         tapped = features._forward.__wrapped__(model, TAPS, np.zeros((1, 5), np.int32))[1]
     finally:
-        target.swiglu = original
+        fused.swiglu = original
     want = [1 + sum(10.0**j for j in range(k)) for k in TAPS]
     np.testing.assert_allclose(np.asarray(tapped, np.float32)[0, 2].reshape(3, -1).mean(1), want, rtol=1e-2)
 
