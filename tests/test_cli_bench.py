@@ -67,18 +67,8 @@ def test_table_and_file(base, folder: Path, tmp_path: Path, capsys: pytest.Captu
 def test_throughput_without_a_draft(base, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out, figures = tmp_path / "plain.json", tmp_path / "figures"
     files = ["--out", str(out), "--figures", str(figures)]
-    options = [
-        "--draft",
-        "none",
-        "--limit",
-        "1",
-        "--batches",
-        "1",
-        "2",
-        "--max-new-tokens",
-        "64",
-        *files,
-    ]  # enough that a prompt's pass is not all of it
+    # Tokens enough that the prompt's pass, which is taken off, is not all of the time.
+    options = ["--draft", "none", "--limit", "1", "--batches", "1", "2", "--max-new-tokens", "64", *files]
     assert run_script(SCRIPT, str(folder / "sums.jsonl"), *base, *options) == 0
     assert "plain, over batch 1" in capsys.readouterr().out
     written = json.loads(out.read_text(encoding="utf-8"))
