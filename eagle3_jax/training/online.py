@@ -33,6 +33,8 @@ def observe(target: Target, taps: tuple[int, ...], batch: Batch, attention: str 
 
     # On a mesh the loop is to find the head whole but for its vocabulary, not to gather it in every round.
     head = constrain(target_model.output_head(target), None, "vocab")
+    if not jax.sharding.get_abstract_mesh().empty:
+        head = jax.lax.optimization_barrier(head)  # or XLA for TPU7x moves the gathering back into the loop
 
     def best(at_Bc: jax.Array) -> jax.Array:
         rows = jnp.take_along_axis(out.hidden, jnp.minimum(at_Bc, T - 1)[:, :, None], axis=1)
