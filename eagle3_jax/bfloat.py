@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from eagle3_jax.native.build import BEST, BFLOAT, FIRST_TURNED, SECOND_TURNED, NoNativeError, bfloat_group, has_bfloat
+from eagle3_jax.native.build import BEST, BFLOAT, FIRST_TURNED, SECOND_TURNED, available, bfloat_group, has_bfloat
 
 FEWEST = 32
 """Rows from which laying the matrix out anew, as every call does, costs little beside the product."""
@@ -26,12 +26,7 @@ def is_native(x: jax.Array, w: jax.Array) -> bool:
     """Whether `product` is for rows x [..., I] and a weight w: both bfloat16, rows enough, one device, and custom calls that can."""
     if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or math.prod(x.shape[:-1]) < FEWEST:
         return False
-    if not jax.sharding.get_abstract_mesh().empty:
-        return False
-    try:
-        return has_bfloat()
-    except NoNativeError:
-        return False
+    return jax.sharding.get_abstract_mesh().empty and available() and has_bfloat()
 
 
 def product(x_XI: jax.Array, w: jax.Array, result: Any = None, *, turned: bool = False) -> jax.Array:
@@ -45,19 +40,12 @@ def gradients(x_XI: jax.Array, w_IO: jax.Array, g_XO: jax.Array) -> tuple[jax.Ar
 
 
 def best(x_XI: jax.Array, w: jax.Array, *, turned: bool = False) -> jax.Array:
-    """int32 [X]: the argmax of each row of bfloat16 x [X, I] times w [I, O] in float32, ties to the lowest; no product is kept. turned:
-    w is [O, I]. Rows of NaN give some id."""
+    """int32 [X]: the argmax of each row of bfloat16 x [X, I] times w [I, O] in float32, ties to the lowest; no product is kept. Rows of
+    NaN give some id. turned: w is [O, I]. For programs of the CPU alone."""
     outputs, group = w.shape[0 if turned else 1], bfloat_group()
     shapes = [jax.ShapeDtypeStruct((-(-outputs // group), x_XI.shape[0]), dtype) for dtype in (jnp.float32, jnp.int32)]
-    native = jax.ffi.ffi_call(BFLOAT + BEST + (SECOND_TURNED if turned else ""), shapes, vmap_method="sequential")
-
-    def plain(x: jax.Array, w: jax.Array) -> list[jax.Array]:
-        scores = jnp.pad(_product(jnp.dtype(jnp.float32), turned, x, w), ((0, 0), (0, -outputs % group)), constant_values=-jnp.inf)
-        grouped = scores.reshape(len(x), -1, group).transpose(1, 0, 2)
-        start = jnp.arange(0, outputs, group, dtype=jnp.int32)[:, None]
-        return [jnp.max(grouped, axis=-1), start + jnp.argmax(grouped, axis=-1).astype(jnp.int32)]
-
-    peaks, ids = jax.lax.platform_dependent(x_XI, w, cpu=native, default=plain)
+    call = jax.ffi.ffi_call(BFLOAT + BEST + (SECOND_TURNED if turned else ""), shapes, vmap_method="sequential")
+    peaks, ids = call(x_XI, w)
     return jnp.take_along_axis(ids, jnp.argmax(peaks, axis=0)[None], axis=0)[0]
 
 

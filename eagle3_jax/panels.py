@@ -17,7 +17,7 @@ import numpy as np
 
 from eagle3_jax.int8 import Int8
 from eagle3_jax.large_pages import Room
-from eagle3_jax.native.build import PRODUCT, NoNativeError, panel_width
+from eagle3_jax.native.build import PRODUCT, available, panel_width
 
 
 @jax.tree_util.register_dataclass
@@ -127,10 +127,7 @@ def is_native(weight: Any) -> bool:
     like any other."""
     if not isinstance(weight, Panels) or weight.values.dtype not in (jnp.float32, jnp.int8):
         return False
-    try:
-        return weight.values.shape[2] == panel_width()
-    except NoNativeError:
-        return False
+    return available() and weight.values.shape[2] == panel_width()
 
 
 def _matrix(panels: Panels) -> jax.Array:

@@ -178,11 +178,11 @@ def best_token(target: Target, hidden: jax.Array, head: jax.Array | None = None)
     """int32 [...]: the argmax over the full vocabulary of the normed hidden states [..., D], ties to the lowest id."""
     tied = target.config.tie_embeddings
     table = target.embed[...] if tied else target.head[...]
-    alone = jax.sharding.get_abstract_mesh().empty
-    if platform() == "cpu" and alone and isinstance(table, jax.Array) and bfloat.is_native(hidden, table):
-        return bfloat.best(hidden.reshape(-1, hidden.shape[-1]), table, turned=tied).reshape(hidden.shape[:-1])
-    if platform() == "cpu" and alone and isinstance(table, jax.Array) and target.config.vocab_size > PART:
-        return _best_by_parts(table, 0 if tied else 1, hidden)
+    if platform() == "cpu" and jax.sharding.get_abstract_mesh().empty and isinstance(table, jax.Array):
+        if bfloat.is_native(hidden, table):
+            return bfloat.best(hidden.reshape(-1, hidden.shape[-1]), table, turned=tied).reshape(hidden.shape[:-1])
+        if target.config.vocab_size > PART:
+            return _best_by_parts(table, 0 if tied else 1, hidden)
     return _first_best(logits(target, hidden, head))[1]
 
 

@@ -16,18 +16,13 @@ from hypothesis import strategies as st
 
 from eagle3_jax import bfloat
 from eagle3_jax.layers import linear
-from eagle3_jax.native.build import COMPILERS, NoNativeError, has_bfloat
+from eagle3_jax.native.build import COMPILERS, available, has_bfloat
 from eagle3_jax.target import best_token
 
 
-def there() -> bool:
-    try:
-        return has_bfloat()
-    except NoNativeError:
-        return False
-
-
-needs_instruction = pytest.mark.skipif(not there(), reason="this machine's processor or compiler knows no bfloat16 product")
+needs_instruction = pytest.mark.skipif(
+    not (available() and has_bfloat()), reason="this machine's processor or compiler knows no bfloat16 product"
+)
 
 
 def test_this_processor() -> None:

@@ -29,7 +29,7 @@ constexpr int kQueries = 6;        // of one key/value head that are taken toget
 constexpr int kBlock = 4;          // vectors of slots, or of a head's width, whose sums stay in registers beside them
 constexpr int64_t kChunk = 256;    // places of a row that a thread takes; a multiple of kBlock vectors
 constexpr int64_t kMost = 48;      // queries of one key/value head that a thread takes
-constexpr int64_t kShares = 3;      // pieces for each thread: no more than balance asks for, as keys are read again for each
+constexpr int64_t kShares = 3;     // pieces for each thread: no more than balance asks for, as keys are read again for each
 constexpr int64_t kLine = 64;      // bytes of a line of the processor's caches
 
 // Memory that a thread works in; grows, and goes with the thread. Null where there is none.

@@ -49,8 +49,16 @@ def panel_width() -> int:
     return int(_registered().eagle3_panel_width())
 
 
+def available() -> bool:
+    """Whether there are the custom calls in this process; they are registered with JAX then."""
+    try:
+        return panel_width() > 0
+    except NoNativeError:
+        return False
+
+
 def has_bfloat() -> bool:
-    """Whether this processor multiplies bfloat16 numbers by itself, once the custom calls are registered with JAX. Raises as above."""
+    """Whether this processor multiplies bfloat16 numbers by itself. Raises as above."""
     return bool(_registered().eagle3_has_bfloat())
 
 

@@ -7,18 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.native.build import CROSS_ENTROPY, NoNativeError, panel_width
+from eagle3_jax.native.build import CROSS_ENTROPY, available
 from eagle3_jax.sharding import platform
 
 
 def is_native() -> bool:
     """Whether the program at hand is for one CPU whose custom calls are to be had."""
-    if platform() != "cpu" or not jax.sharding.get_abstract_mesh().empty:
-        return False
-    try:
-        return panel_width() > 0
-    except NoNativeError:
-        return False
+    return platform() == "cpu" and jax.sharding.get_abstract_mesh().empty and available()
 
 
 def cross_entropy(
