@@ -19,7 +19,6 @@ from eagle3_jax.layers import linear
 from eagle3_jax.native.build import COMPILERS, available, has_bfloat
 from eagle3_jax.target import best_token
 
-
 needs_instruction = pytest.mark.skipif(
     not (available() and has_bfloat()), reason="this machine's processor or compiler knows no bfloat16 product"
 )

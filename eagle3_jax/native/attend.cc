@@ -12,7 +12,6 @@
 // v [B, K, S, H].
 
 #include <math.h>
-#include <stdlib.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -31,21 +30,6 @@ constexpr int64_t kChunk = 256;    // places of a row that a thread takes; a mul
 constexpr int64_t kMost = 48;      // queries of one key/value head that a thread takes
 constexpr int64_t kShares = 3;     // pieces for each thread: no more than balance asks for, as keys are read again for each
 constexpr int64_t kLine = 64;      // bytes of a line of the processor's caches
-
-// Memory that a thread works in; grows, and goes with the thread. Null where there is none.
-struct Room {
-  float* at = nullptr;
-  int64_t size = 0;
-  ~Room() { free(at); }
-  float* of(int64_t wanted) {
-    if (wanted > size) {
-      free(at);
-      at = static_cast<float*>(aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64));
-      size = at ? wanted : 0;
-    }
-    return at;
-  }
-};
 
 template <int lanes>
 struct Attend {
@@ -81,7 +65,6 @@ struct Attend {
     return true;
   }
 
-  static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
   int64_t group() const { return heads / kv_heads; }
   int64_t queries() const { return tokens * group(); }  // of one row and key/value head, the group's heads of a token together
   int64_t stride() const { return width + 2 * lanes; }
@@ -385,13 +368,6 @@ XLA_FFI_Error* attend(XLA_FFI_CallFrame* frame) {
   work.own = k.dims[1], work.kv_heads = k.dims[2], work.slots = cache.dims[3], work.mask_rows = mask.dims[0];
   if (!work.prepare(threads_of(frame))) return refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
   return share(frame, work, work.pieces());
-}
-
-bool shaped(const XLA_FFI_Buffer& buffer, XLA_FFI_DataType dtype, int64_t rank, int64_t a, int64_t b, int64_t c = 0, int64_t d = 0) {
-  const int64_t want[] = {a, b, c, d};
-  bool same = buffer.dtype == dtype && buffer.rank == rank;
-  for (int i = 0; same && i < rank; ++i) same = buffer.dims[i] == want[i];
-  return same;
 }
 
 }  // namespace

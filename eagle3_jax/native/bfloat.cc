@@ -33,6 +33,8 @@ struct Operand {
   const uint16_t* at;
   int64_t count, inputs;  // of i and of k
   bool inputs_last;       // stored [count, inputs], else [inputs, count]
+
+  int64_t pairs() const { return ceiling(inputs, 2); }
 };
 
 // Sixteen rows of sixteen numbers become columns.
@@ -59,7 +61,7 @@ inline void turn(__m512i x[16]) {
 
 // Entries first .. first + width - 1, width at most 16, as pairs: to[p * stride + i]. What lies outside of the operand is zero.
 inline void pack(const Operand& from, int64_t first, int width, uint32_t* to, int64_t stride) {
-  const int64_t pairs = (from.inputs + 1) / 2;
+  const int64_t pairs = from.pairs();
   const int here = static_cast<int>(least(width, from.count - first));
   const __mmask16 kept = static_cast<__mmask16>((1u << width) - 1);
   if (here <= 0) {
@@ -93,7 +95,7 @@ struct Tiles {
   uint32_t* to;
 
   bool run(int64_t tile) const {
-    pack(a, tile * kRows, kRows, to + tile * kRows * ((a.inputs + 1) / 2), kRows);
+    pack(a, tile * kRows, kRows, to + tile * kRows * (a.pairs()), kRows);
     return true;
   }
 };
@@ -115,14 +117,15 @@ void multiply(const uint32_t* tile, const uint32_t* panel, int64_t pairs, float*
     for (int v = 0; v < kVectors; ++v) _mm512_store_ps(sums + m * kColumns + v * kWide, sum[m][v]);
 }
 
-// A panel of b, packed; goes with the scope. Null where there is no memory.
+// A panel of b, packed, in memory of the thread's. Null where there is none.
 struct Packed {
   uint32_t* at;
   __mmask16 there[kVectors];  // columns that there are
 
-  explicit Packed(int64_t inputs)
-      : at(static_cast<uint32_t*>(aligned_alloc(64, static_cast<size_t>(inputs / 2 + 1) * kColumns * 4))) {}
-  ~Packed() { free(at); }
+  explicit Packed(int64_t inputs) {
+    static thread_local Room room;
+    at = reinterpret_cast<uint32_t*>(room.of((inputs / 2 + 1) * kColumns));
+  }
   void fill(const Operand& b, int64_t first) {
     for (int v = 0; v < kVectors; ++v) {
       pack(b, first + v * kWide, kWide, at + v * kWide, kColumns);
@@ -145,7 +148,7 @@ struct Panels {
 
   static constexpr int64_t kColumnsOfPiece = kColumns;
   bool run(int64_t piece) const {
-    const int64_t pairs = (b.inputs + 1) / 2, first = piece * kColumns;
+    const int64_t pairs = b.pairs(), first = piece * kColumns;
     Packed panel(b.inputs);
     if (!panel.at) return false;
     panel.fill(b, first);
@@ -170,7 +173,7 @@ struct Best {
 
   static constexpr int64_t kColumnsOfPiece = 16 * kColumns;
   bool run(int64_t piece) const {
-    const int64_t pairs = (b.inputs + 1) / 2, begin = piece * kColumnsOfPiece, end = least(begin + kColumnsOfPiece, b.count);
+    const int64_t pairs = b.pairs(), begin = piece * kColumnsOfPiece, end = least(begin + kColumnsOfPiece, b.count);
     Packed panel(b.inputs);
     if (!panel.at) return false;
     float* const peaks = peak + piece * rows;
@@ -205,8 +208,8 @@ struct Best {
 // Packs a, and does the work of every piece of b's columns.
 template <typename Work>
 XLA_FFI_Error* with_tiles(XLA_FFI_CallFrame* frame, const Operand& a, Work work) {
-  const int64_t pairs = (a.inputs + 1) / 2, tiles = (a.count + kRows - 1) / kRows;
-  const int64_t pieces = (work.b.count + Work::kColumnsOfPiece - 1) / Work::kColumnsOfPiece;
+  const int64_t pairs = a.pairs(), tiles = ceiling(a.count, kRows);
+  const int64_t pieces = ceiling(work.b.count, Work::kColumnsOfPiece);
   if (!tiles || !pieces) return nullptr;
   auto* const packed = static_cast<uint32_t*>(malloc(static_cast<size_t>(tiles * kRows * (pairs ? pairs : 1)) * 4));
   if (!packed) return refuse(frame, kNoMemory, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
@@ -234,10 +237,11 @@ XLA_FFI_Error* product(XLA_FFI_CallFrame* frame, bool first_turned, bool second_
   if (const char* wrong = read(frame, first_turned, second_turned, &left, &right)) return refuse(frame, wrong);
   if (frame->rets.size != 1) return refuse(frame, "bfloat16 product: expected one result");
   const XLA_FFI_Buffer& y = result(frame);
-  if (y.rank != 2 || y.dims[0] != left.count || y.dims[1] != right.count) return refuse(frame, "bfloat16 product: the result's shape is wrong");
-  if (y.dtype == XLA_FFI_DataType_F32) return with_tiles(frame, left, Panels<float>{right, nullptr, data<float>(y), left.count});
-  if (y.dtype == XLA_FFI_DataType_BF16) return with_tiles(frame, left, Panels<uint16_t>{right, nullptr, data<uint16_t>(y), left.count});
-  return refuse(frame, "bfloat16 product: the result must be float32 or bfloat16");
+  if (shaped(y, XLA_FFI_DataType_F32, 2, left.count, right.count))
+    return with_tiles(frame, left, Panels<float>{right, nullptr, data<float>(y), left.count});
+  if (shaped(y, XLA_FFI_DataType_BF16, 2, left.count, right.count))
+    return with_tiles(frame, left, Panels<uint16_t>{right, nullptr, data<uint16_t>(y), left.count});
+  return refuse(frame, "bfloat16 product: the result must be [M, N], float32 or bfloat16");
 }
 
 XLA_FFI_Error* best(XLA_FFI_CallFrame* frame, bool second_turned) {
@@ -246,12 +250,9 @@ XLA_FFI_Error* best(XLA_FFI_CallFrame* frame, bool second_turned) {
   if (const char* wrong = read(frame, false, second_turned, &left, &right)) return refuse(frame, wrong);
   if (frame->rets.size != 2) return refuse(frame, "bfloat16 argmax: expected two results");
   const XLA_FFI_Buffer &peak = result(frame, 0), &id = result(frame, 1);
-  const int64_t groups = (right.count + Best::kColumnsOfPiece - 1) / Best::kColumnsOfPiece;
-  if (peak.dtype != XLA_FFI_DataType_F32 || id.dtype != XLA_FFI_DataType_S32) return refuse(frame, "bfloat16 argmax: floats and ids");
-  for (int i = 0; i < 2; ++i) {
-    const XLA_FFI_Buffer& y = result(frame, i);
-    if (y.rank != 2 || y.dims[0] != groups || y.dims[1] != left.count) return refuse(frame, "bfloat16 argmax: results are [groups, M]");
-  }
+  const int64_t groups = ceiling(right.count, Best::kColumnsOfPiece);
+  if (!shaped(peak, XLA_FFI_DataType_F32, 2, groups, left.count) || !shaped(id, XLA_FFI_DataType_S32, 2, groups, left.count))
+    return refuse(frame, "bfloat16 argmax: results are [groups, M], floats and ids");
   return with_tiles(frame, left, Best{right, nullptr, data<float>(peak), data<int32_t>(id), left.count});
 }
 

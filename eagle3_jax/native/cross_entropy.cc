@@ -5,7 +5,6 @@
 // gradient, in float32 or bfloat16. A weight of zero gives a gradient of zero, whatever the logits are.
 
 #include <math.h>
-#include <stdlib.h>
 
 #include "lanes.h"
 #include "pool.h"
@@ -68,10 +67,11 @@ struct CrossEntropy {
   int64_t steps, rows, width;
 
   bool run(int64_t row) const {
-    const int64_t padded = (width + kLanes - 1) / kLanes * kLanes;
-    auto* const room = static_cast<float*>(aligned_alloc(64, static_cast<size_t>(2 * padded * 4 + 63) / 64 * 64));
-    if (!room) return false;
-    float *const p = room, *const e = room + padded;
+    const int64_t padded = ceiling(width, kLanes) * kLanes;
+    static thread_local Room room;
+    float* const p = room.of(2 * padded);
+    if (!p) return false;
+    float* const e = p + padded;
     const float* const t = teacher + row * width;
     const float high = peak(t, width);
     Floats sum = {};
@@ -84,7 +84,6 @@ struct CrossEntropy {
     const float all = 1.0f / total(sum);
     for (int64_t at = 0; at < width; at += kLanes) store<kLanes>(p + at, load<kLanes>(p + at) * all);
     for (int64_t j = 0; j < steps; ++j) one(j * rows + row, row, p, e);
-    free(room);
     return true;
   }
 
@@ -125,13 +124,6 @@ XLA_FFI_Error* with(XLA_FFI_CallFrame* frame) {
                draft.dims[2] ? draft.dims[1] : 0);
 }
 
-inline bool is(const XLA_FFI_Buffer& x, XLA_FFI_DataType dtype, const XLA_FFI_Buffer& like, int64_t first, int64_t rank) {
-  if (x.dtype != dtype || x.rank != rank) return false;
-  for (int64_t i = 0; i < rank; ++i)
-    if (x.dims[i] != like.dims[first + i]) return false;
-  return true;
-}
-
 }  // namespace
 
 // draft [J, R, U], teacher [R, U], weight [J, R], label int32 [R] -> loss [J, R], correct bool [J, R], gradient [J, R, U].
@@ -139,12 +131,14 @@ extern "C" XLA_FFI_Error* eagle3_cross_entropy(XLA_FFI_CallFrame* frame) {
   if (answered(frame)) return nullptr;
   if (frame->args.size != 4 || frame->rets.size != 3) return refuse(frame, "cross_entropy: expected draft, teacher, weight and label");
   const XLA_FFI_Buffer &draft = argument(frame, 0), &gradient = result(frame, 2);
-  constexpr auto kFloat = XLA_FFI_DataType_F32;
-  if (draft.dtype != kFloat || draft.rank != 3 || !is(argument(frame, 1), kFloat, draft, 1, 2) || !is(argument(frame, 2), kFloat, draft, 0, 2) ||
-      !is(argument(frame, 3), XLA_FFI_DataType_S32, draft, 1, 1) || !is(result(frame), kFloat, draft, 0, 2) ||
-      !is(result(frame, 1), XLA_FFI_DataType_PRED, draft, 0, 2))
+  if (draft.rank != 3) return refuse(frame, "cross_entropy: drafts are [J, R, U]");
+  const int64_t J = draft.dims[0], R = draft.dims[1], U = draft.dims[2];
+  constexpr auto floats = XLA_FFI_DataType_F32;
+  if (!shaped(draft, floats, 3, J, R, U) || !shaped(argument(frame, 1), floats, 2, R, U) || !shaped(argument(frame, 2), floats, 2, J, R) ||
+      !shaped(argument(frame, 3), XLA_FFI_DataType_S32, 1, R) || !shaped(result(frame), floats, 2, J, R) ||
+      !shaped(result(frame, 1), XLA_FFI_DataType_PRED, 2, J, R))
     return refuse(frame, "cross_entropy: types or shapes do not belong together");
-  if (is(gradient, kFloat, draft, 0, 3)) return with<float>(frame);
-  if (is(gradient, XLA_FFI_DataType_BF16, draft, 0, 3)) return with<uint16_t>(frame);
+  if (shaped(gradient, floats, 3, J, R, U)) return with<float>(frame);
+  if (shaped(gradient, XLA_FFI_DataType_BF16, 3, J, R, U)) return with<uint16_t>(frame);
   return refuse(frame, "cross_entropy: the gradient must be float32 or bfloat16, like the drafts in shape");
 }

@@ -52,6 +52,7 @@ inline typename Vector<lanes>::Floats exponential(typename Vector<lanes>::Floats
 }
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }  // a / b, rounded up
 
 // a * b + c, rounded once where this is a processor that can. By its own instruction: a compiler that is free to contract, or not, does so
 // in one loop and not in another, and a row's bits would depend on which of them it went through.

@@ -4,6 +4,7 @@
 #define EAGLE3_JAX_POOL_H_
 
 #include <sched.h>
+#include <stdlib.h>
 
 #include <atomic>
 #include <cstdint>
@@ -114,6 +115,29 @@ template <typename T>
 T* data(const XLA_FFI_Buffer& buffer) {
   return static_cast<T*>(buffer.data);
 }
+
+// Whether a buffer has this type and these dimensions.
+inline bool shaped(const XLA_FFI_Buffer& buffer, XLA_FFI_DataType dtype, int64_t rank, int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
+  const int64_t want[] = {a, b, c, d};
+  bool same = buffer.dtype == dtype && buffer.rank == rank;
+  for (int i = 0; same && i < rank; ++i) same = buffer.dims[i] == want[i];
+  return same;
+}
+
+// Memory that a thread works in; grows, and goes with the thread. Null where there is none.
+struct Room {
+  float* at = nullptr;
+  int64_t size = 0;
+  ~Room() { free(at); }
+  float* of(int64_t wanted) {
+    if (wanted > size) {
+      free(at);
+      at = static_cast<float*>(aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64));
+      size = at ? wanted : 0;
+    }
+    return at;
+  }
+};
 
 }  // namespace
 

@@ -147,7 +147,7 @@ struct Product {
   std::atomic<int64_t>* prepared;  // rows of x
 
   int64_t sources() const { return source.whole() ? 0 : rows; }
-  int64_t pieces() const { return sources() + (outputs + kWidth - 1) / kWidth; }
+  int64_t pieces() const { return sources() + ceiling(outputs, kWidth); }
 
   bool run(int64_t piece) const {
     if (piece < sources()) {
@@ -238,7 +238,7 @@ extern "C" XLA_FFI_Error* eagle3_product(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Buffer &x = argument(frame, 0), &w = argument(frame, 1), &y = result(frame, 0), &room = result(frame, 1);
   if (x.dtype != XLA_FFI_DataType_F32 || y.dtype != XLA_FFI_DataType_F32 || x.rank < 2 || x.rank > 3 || y.rank != 2 || w.rank != 3)
     return refuse(frame, "product: x and y must be float32 matrices, w panels [P, I, W]");
-  const int64_t rows = x.dims[0], inputs = x.dims[x.rank - 1], outputs = y.dims[1], panels = (outputs + kWidth - 1) / kWidth;
+  const int64_t rows = x.dims[0], inputs = x.dims[x.rank - 1], outputs = y.dims[1], panels = ceiling(outputs, kWidth);
   const bool gated = x.rank == 3;
   if (y.dims[0] != rows || w.dims[0] != panels || w.dims[1] != inputs || w.dims[2] != kWidth || (gated && x.dims[1] != 2))
     return refuse(frame, "product: shapes of x, w and y do not belong together");
