@@ -14,7 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.sharding import constrain
+from eagle3_jax.native.build import UNIFORMS, available
+from eagle3_jax.sharding import constrain, on_one_cpu
 
 
 @jax.tree_util.register_dataclass
@@ -63,25 +64,31 @@ def argmax(x: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(x == peak, ids, jnp.int32(x.shape[-1] - 1)), axis=-1)
 
 
-def position_noise(seeds_B2: jax.Array, positions_B: jax.Array, vocab_size: int, stream: int = 0) -> jax.Array:
-    """G(seed, P): float32 Gumbel noise [B, V] from threefry2x32, whatever generator the process defaults to.
+def position_noise(seeds_B2: jax.Array, positions_BX: jax.Array, vocab_size: int, stream: int = 0) -> jax.Array:
+    """G(seed, P): float32 Gumbel noise [B, ..., V] for positions int32 [B, ...], from threefry2x32, whatever generator the process
+    defaults to.
 
     Stream 0 decides the token at a position; other streams are independent of it.
     """
+    seeds_BX2 = jnp.broadcast_to(seeds_B2.reshape(-1, *(1,) * (positions_BX.ndim - 1), 2), (*positions_BX.shape, 2))
+    uniforms_NV = _uniforms(_keys(seeds_BX2.reshape(-1, 2), positions_BX.reshape(-1), stream), vocab_size)
+    noise = -jnp.log(-jnp.log(uniforms_NV))
+    return constrain(noise.reshape(*positions_BX.shape, vocab_size), "rows", *(None,) * positions_BX.ndim)
 
-    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(_key(seed, position, stream), (vocab_size,), jnp.float32, mode="low")
 
-    return constrain(jax.vmap(one)(seeds_B2, positions_B), "rows", None)
+def _uniforms(keys_N: jax.Array, count: int) -> jax.Array:
+    """float32 in (0, 1), [N, count]. A custom call draws the same bits as JAX in an eighth of the time."""
+    if on_one_cpu() and jax.config.jax_threefry_partitionable and available():
+        call = jax.ffi.ffi_call(UNIFORMS, jax.ShapeDtypeStruct((len(keys_N), count), jnp.float32), vmap_method="sequential")
+        return call(jax.random.key_data(keys_N))
+    smallest = jnp.finfo(jnp.float32).tiny
+    return jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32, minval=smallest))(keys_N)
 
 
 def position_uniforms(seeds_B2: jax.Array, positions_B: jax.Array, count: int, stream: int) -> jax.Array:
     """float32 uniforms in [0, 1), [B, count], independent of the noise of every other stream."""
 
-    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.uniform(_key(seed, position, stream), (count,), jnp.float32)
-
-    return jax.vmap(one)(seeds_B2, positions_B)
+    return jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(_keys(seeds_B2, positions_B, stream))
 
 
 def keep_top_k(z_BV: jax.Array, k_B: jax.Array) -> jax.Array:
@@ -109,9 +116,14 @@ def keep_top_p(z_BV: jax.Array, p_B: jax.Array) -> jax.Array:
     return jnp.where(keep, z_BV, -jnp.inf)
 
 
-def _key(seed_2: jax.Array, position: jax.Array, stream: int) -> jax.Array:
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
-    return key if stream == 0 else jax.random.fold_in(key, stream)
+def _keys(seeds_N2: jax.Array, positions_N: jax.Array, stream: int) -> jax.Array:
+    """A key for each (seed, position, stream)."""
+
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return key if stream == 0 else jax.random.fold_in(key, stream)
+
+    return jax.vmap(one)(seeds_N2, positions_N)
 
 
 def _order(z: jax.Array) -> jax.Array:

@@ -221,6 +221,11 @@ def platform() -> str:
     return getattr(device, "platform", None) or jax.default_backend()
 
 
+def on_one_cpu() -> bool:
+    """Whether the program at hand is for one CPU, which the custom calls of `native` are made for."""
+    return platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
+
+
 def gathered(module: M, prefix: str) -> M:
     """The module with the parameters whose dotted path starts with `prefix` brought together over fsdp, split over tensor as they were.
 

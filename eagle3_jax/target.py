@@ -16,7 +16,7 @@ from eagle3_jax.fused import gated_linear, linear_onto, norm_linear
 from eagle3_jax.layers import linear, precision, rms_norm, rotary, rotate
 from eagle3_jax.panels import is_native
 from eagle3_jax.params import param
-from eagle3_jax.sharding import constrain, gathered, lookup, platform
+from eagle3_jax.sharding import constrain, gathered, lookup, on_one_cpu
 
 
 class TargetBlock(nnx.Module):
@@ -178,7 +178,7 @@ def best_token(target: Target, hidden: jax.Array, head: jax.Array | None = None)
     """int32 [...]: the argmax over the full vocabulary of the normed hidden states [..., D], ties to the lowest id."""
     tied = target.config.tie_embeddings
     table = target.embed[...] if tied else target.head[...]
-    if platform() == "cpu" and jax.sharding.get_abstract_mesh().empty and isinstance(table, jax.Array):
+    if on_one_cpu() and isinstance(table, jax.Array):
         if bfloat.is_native(hidden, table):
             return bfloat.best(hidden.reshape(-1, hidden.shape[-1]), table, turned=tied).reshape(hidden.shape[:-1])
         if target.config.vocab_size > PART:

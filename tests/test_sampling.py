@@ -102,6 +102,22 @@ def test_noise_is_threefry_whatever_the_default_generator():
     np.testing.assert_array_equal(want[0], np.asarray(direct))
 
 
+@pytest.mark.parametrize("width", [1, 33, 8192, 8193, 49152])
+def test_noise_has_jax_s_bits_for_any_positions(width, monkeypatch):
+    """The custom call draws what JAX draws, alone and inside a program; so does the way without it."""
+    seeds = jnp.asarray(np.random.default_rng(width).integers(0, 2**32, (2, 2)), jnp.uint32)
+    at = jnp.asarray([[0, 1, 2], [70_000, 5, 2**31 - 1]], jnp.int32)
+
+    def direct(seed, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (width,), jnp.float32, mode="low")
+
+    want = jax.jit(jax.vmap(jax.vmap(direct, (None, 0))))(seeds, at)
+    np.testing.assert_array_equal(jax.jit(position_noise, static_argnums=2)(seeds, at, width), want)
+    monkeypatch.setattr("eagle3_jax.sampling.available", lambda: False)
+    np.testing.assert_array_equal(jax.jit(lambda s, p: position_noise(s, p, width))(seeds, at), want)
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.8)])
 def test_choices_follow_the_distribution(top_k, top_p):
     n, logits = 40_000, np.array([1.0, 0.2, -0.5, 2.0, 0.0, -2.0], np.float32)

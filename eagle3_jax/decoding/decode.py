@@ -226,9 +226,8 @@ def cycle(target: Target, draft: Draft | None, request: Request, config: DecodeC
     base = state.cache.lengths  # the absolute position of the pending token
     noise = None
     if config.sampled:
-        noise = jnp.stack([position_noise(sampling.seeds, base + 1 + i, target.config.vocab_size) for i in range(C)], axis=1)
         # Every device makes all of it: cheaper than bringing together what the draft's ids ask for.
-        noise = constrain(noise, "rows", None, None)
+        noise = position_noise(sampling.seeds, base[:, None] + jnp.arange(1, C + 1)[None], target.config.vocab_size)
 
     draft_cache, dead, levels = state.draft_cache, state.dead, []
     if draft is None or config.tree is None:
@@ -258,7 +257,7 @@ def _draft(
     if noise_BCV is not None and config.rule == "rejection":
         # A chain sampled from q needs noise of its own: independent of the noise that decides.
         depth, U = config.tree.depth, ids.shape[0]
-        rank_noise = jnp.stack([position_noise(sampling.seeds, base + 1 + i, U, stream=2) for i in range(depth)], axis=1)
+        rank_noise = position_noise(sampling.seeds, base[:, None] + jnp.arange(1, depth + 1)[None], U, stream=2)
     elif noise_BCV is not None and config.rule == "coupled" and config.coupled_draft:
         # Not for "siblings": it draws from what refused candidates leave, with noise that must know nothing of the candidates.
         rank_noise = constrain(noise_BCV[:, :, ids], "rows", None, "draft_vocab")

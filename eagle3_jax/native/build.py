@@ -21,11 +21,13 @@ from eagle3_jax.user_cache import cache_folder
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-PRODUCT, ATTEND, CROSS_ENTROPY, BFLOAT = "eagle3_product", "eagle3_attend", "eagle3_cross_entropy", "eagle3_bfloat"
+PRODUCT, ATTEND, UNIFORMS, CROSS_ENTROPY = "eagle3_product", "eagle3_attend", "eagle3_uniforms", "eagle3_cross_entropy"
+BFLOAT = "eagle3_bfloat"
 """Names of the custom calls, and of their functions; the last one has its gradients and an argmax beside it."""
 
 FIRST_TURNED, SECOND_TURNED, BEST = "_first_turned", "_second_turned", "_best"
-NAMES = (PRODUCT, ATTEND, CROSS_ENTROPY, *(BFLOAT + kind for kind in ("", FIRST_TURNED, SECOND_TURNED, BEST, BEST + SECOND_TURNED)))
+BFLOAT_NAMES = tuple(BFLOAT + kind for kind in ("", FIRST_TURNED, SECOND_TURNED, BEST, BEST + SECOND_TURNED))
+NAMES = (PRODUCT, ATTEND, UNIFORMS, CROSS_ENTROPY, *BFLOAT_NAMES)
 
 # For this machine's processor, by what its compiler calls that; contraction to fused multiply-adds everywhere, or rows would differ.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")

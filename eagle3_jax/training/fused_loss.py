@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.native.build import CROSS_ENTROPY, available
-from eagle3_jax.sharding import platform
+from eagle3_jax.sharding import on_one_cpu
 
 
 def is_native() -> bool:
     """Whether the program at hand is for one CPU whose custom calls are to be had."""
-    return platform() == "cpu" and jax.sharding.get_abstract_mesh().empty and available()
+    return on_one_cpu() and available()
 
 
 def cross_entropy(
