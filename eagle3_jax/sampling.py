@@ -78,7 +78,7 @@ def position_noise(seeds_B2: jax.Array, positions_BX: jax.Array, vocab_size: int
 
 def _uniforms(keys_N: jax.Array, count: int) -> jax.Array:
     """float32 in (0, 1), [N, count]. A custom call draws the same bits as JAX in an eighth of the time."""
-    if on_one_cpu() and jax.config.jax_threefry_partitionable and available():
+    if on_one_cpu() and jax.threefry_partitionable.value and available():
         call = jax.ffi.ffi_call(UNIFORMS, jax.ShapeDtypeStruct((len(keys_N), count), jnp.float32), vmap_method="sequential")
         return call(jax.random.key_data(keys_N))
     smallest = jnp.finfo(jnp.float32).tiny
