@@ -116,6 +116,22 @@ def test_the_target_within_the_step_and_the_decoder_as_judge(
     assert "train.schedule: checkpoint 'linear', asked for 'cosine'" in capsys.readouterr().err
 
 
+def test_a_cpu_decodes_in_float32_whatever_it_trains_in(
+    target: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def noted(model, draft, *args, **options):
+        seen.append((model.dtype.name, draft.dtype.name))
+        return generate(model, draft, *args, **options)
+
+    monkeypatch.setattr("eagle3_jax.training.train.generate", noted)
+    arguments = ("--target", str(target), "--data", str(conversations), "--out", str(tmp_path / "run"), *SMALL, *STEPS)
+    decoding = ("--decode-every", "2", "--decode-prompts", "2", "--decode-tokens", "6", "--decode-tree", "chain:2")
+    assert run_script(SCRIPT, *arguments, *decoding, "--compute-dtype", "bfloat16") == 0
+    assert seen == [("float32", "float32")] * 2
+
+
 def test_a_start_from_the_targets_head(target: Path) -> None:
     model = load_target(target)
     kept = np.arange(0, 160, 4, dtype=np.int32)

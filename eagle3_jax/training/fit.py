@@ -32,14 +32,15 @@ def fit(
     held_out: Callable[[], Iterator[Batch]] | None = None,
     evaluate_every: int = 100,
     decode: Callable[[Eagle3Draft], float] | None = None,
+    decode_type: str | None = None,
     decode_every: int = 1000,
     resume: bool = False,
     mesh: Mesh | None = None,
 ) -> Eagle3Draft:
     """Trains `draft` (float32) for `config.steps` updates and returns the trained module.
 
-    target: for an online configuration, whose batches hold token ids alone. decode: the acceptance length of a real decode with a draft,
-    taken every `decode_every` updates and at the end; its value is the score of a checkpoint of that moment, and the draft of the best
+    target: for an online configuration, whose batches hold token ids alone. decode: the acceptance length of a real decode with a draft
+    of `decode_type` (None: the compute type), taken every `decode_every` updates and at the end; its value is the score of a checkpoint of that moment, and the draft of the best
     one is returned. resume: goes on from the newest checkpoint when there is one, with the batches, learning rates and parameters of a
     run never stopped. mesh: the step runs on it, each process reading the rows of its own devices; a checkpoint may have been written on
     another. Raises ValueError when the rows of a micro-batch cannot be dealt out over the mesh.
@@ -72,7 +73,7 @@ def fit(
         if decode is None:
             return None
         reporter.flush()
-        length = decode(join(draft.config, in_type(state.params, config.compute), fixed.variables))
+        length = decode(join(draft.config, in_type(state.params, decode_type or config.compute), fixed.variables))
         reporter.decoded(done, length)
         return length
 

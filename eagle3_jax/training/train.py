@@ -117,6 +117,7 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     alone = jax.process_count() == 1
     if alone or config.online:
         target = place(target, mesh)
+    decoding = decoding_target(job, target, mesh) if job.decode_every else target
     sources: dict[str, BatchSource] = {}
     for name, chosen in {"features": training, "held_out": held_out}.items():
         if not chosen.examples:
@@ -160,7 +161,8 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
             checkpoint_every=job.checkpoint_every,
             held_out=sources["held_out"].once if held_out.examples else None,
             evaluate_every=job.evaluate_every,
-            decode=decoder(target, held_out, job, figures) if job.decode_every else None,
+            decode=decoder(decoding, held_out, job, figures) if job.decode_every else None,
+            decode_type=decoding.dtype.name,
             decode_every=job.decode_every or config.steps,
             resume=job.resume,
             mesh=mesh,
@@ -200,6 +202,14 @@ def open_writers(job: TrainJob, about: dict[str, Any], resume_at: int) -> list[W
     if job.wandb is not None:
         writers.append(WeightsAndBiases(job.wandb, about, out))
     return writers
+
+
+def decoding_target(job: TrainJob, target: Target, mesh: Mesh | None) -> Target:
+    """The target that held-out prompts are decoded with: a CPU decodes in float32, whatever it trains in, since its passes of few tokens
+    in bfloat16 take many times as long."""
+    if jax.default_backend() != "cpu" or target.dtype == jnp.float32:
+        return target
+    return place(load_target(job.target, layout="auto" if mesh is None else "plain"), mesh)
 
 
 def decoder(target: Target, held_out: Selection, job: TrainJob, figures: list[float]) -> Callable[[Eagle3Draft], float]:
