@@ -39,11 +39,11 @@ def fit(
 ) -> Eagle3Draft:
     """Trains `draft` (float32) for `config.steps` updates and returns the trained module.
 
-    target: for an online configuration, whose batches hold token ids alone. decode: the acceptance length of a real decode with a draft
-    of `decode_type` (None: the compute type), taken every `decode_every` updates and at the end; its value is the score of a checkpoint of that moment, and the draft of the best
-    one is returned. resume: goes on from the newest checkpoint when there is one, with the batches, learning rates and parameters of a
-    run never stopped. mesh: the step runs on it, each process reading the rows of its own devices; a checkpoint may have been written on
-    another. Raises ValueError when the rows of a micro-batch cannot be dealt out over the mesh.
+    target: for an online configuration, whose batches hold token ids alone. decode: the acceptance length of a real decode with a draft of
+    `decode_type` (None: the compute type), taken every `decode_every` updates and at the end; its value is the score of a checkpoint of
+    that moment, and the draft of the best one is returned. resume: goes on from the newest checkpoint when there is one, with the batches,
+    learning rates and parameters of a run never stopped. mesh: the step runs on it, each process reading the rows of its own devices; a
+    checkpoint may have been written on another. Raises ValueError when the rows of a micro-batch cannot be dealt out over the mesh.
     """
     if config.online != (target is not None):
         raise ValueError("an online configuration needs the target, and no other takes it")
