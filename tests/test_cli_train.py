@@ -165,7 +165,9 @@ def test_a_head_trained_further(target: Path, conversations: Path, tmp_path: Pat
     for name in ("fc", "q", "head", "norm", "d2t"):
         np.testing.assert_array_equal(getattr(twice, name)[...], getattr(once, name)[...])
     moved = tmp_path / "moved"
-    assert run_script(SCRIPT, *common, "--out", str(moved), "--start", str(first / "head"), *rest, "--peak-lr", "1e-2") == 0
+    further = ("--out", str(moved), "--start", str(first / "head"), "--features-from", str(first))
+    assert run_script(SCRIPT, *common, *further, *rest, "--peak-lr", "1e-2") == 0
+    assert "12 examples' features are taken over" in capsys.readouterr().out
     assert np.abs(load_draft(moved / "head", model, layout="plain").fc[...] - once.fc[...]).max() > 0
 
 
@@ -178,6 +180,8 @@ def test_a_head_trained_further(target: Path, conversations: Path, tmp_path: Pat
         (("--recipe", "specfrog"), "specfrog"),
         (("--decode-every", "2", "--hold-out", "0"), "hold_out is 0"),
         (("--taps", "2", "1", "3"), "taps (2, 1, 3) (vLLM and SGLang hand the states over in ascending order)"),
+        (("--features-from", "nowhere"), "nowhere: no feature cache here"),
+        (("--features-from", "nowhere", "--online"), "features_from: an online run reads no features"),
         (("--start", "some/head"), "start some/head: an existing head brings its draft vocabulary and taps along"),
     ],
 )

@@ -91,6 +91,41 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pyte
             np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=f"{index} {field}")
 
 
+def test_what_other_caches_hold_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old examples among new ones, in another order, from an unfinished cache too: only the new ones are computed, all come out right."""
+    older, newer = conversations(), conversations(count=9, seed=5)
+    tiny_cache(tmp_path / "old", older[:12])
+    tiny_cache(tmp_path / "part", older[12:])
+    shards = sorted((tmp_path / "part").glob("shard-*"))
+    shards[-1].rename(tmp_path / "lost")
+    known = [open_cache(tmp_path / name, partial_ok=True) for name in ("old", "part")]
+    held = sum(map(len, known))
+    assert 12 < held < 24
+    mixed = [example for pair in zip(reversed(older), [*newer, *[None] * 15], strict=True) for example in pair if example is not None]
+    whole = tiny_cache(tmp_path / "whole", mixed)
+    rows: list[int] = []
+    real = features._forward
+
+    def counted(model, taps, tokens, prompts):
+        rows.append(int((prompts > 0).sum()))
+        return real(model, taps, tokens, prompts)
+
+    monkeypatch.setattr(features, "_forward", counted)
+    said: list[str] = []
+    arguments = dict(max_tokens=32, shard_tokens=150, batch_tokens=256, say=said.append)
+    cache = write_cache(tiny_target(), TAPS, selection(mixed), tmp_path / "new", known=known, **arguments)
+    assert sum(rows) == len(mixed) - held and said[1] == f"{held} examples' features are taken over"
+    for index in range(len(whole)):
+        for field in ("ids", "response", "argmax"):
+            np.testing.assert_array_equal(getattr(cache[index], field), getattr(whole[index], field))
+        for field in ("features", "hidden"):
+            a, b = (np.asarray(getattr(each[index], field), np.float32) for each in (cache, whole))
+            np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+    with pytest.raises(CacheError, match=r"old: made for something else; taps: cache \[1, 2, 3\], needed \[0, 2, 3\]"):
+        write_cache(tiny_target(), (0, 2, 3), selection(mixed), tmp_path / "other", known=known, **arguments)
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_cache_made_for_something_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     cache = tiny_cache(folder)

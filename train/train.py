@@ -59,6 +59,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "built-in name)",
     )
     job.add_argument("--limit", type=positive, help="examples to use; unset: all")
+    job.add_argument(
+        "--features-from",
+        nargs="+",
+        metavar="RUN",
+        help="folders of earlier runs: the features that they have of the same examples, for the same target and taps, are taken over",
+    )
     recipes = parser.add_argument_group("recipe")
     recipes.add_argument("--recipe", choices=sorted(RECIPES), default="aligned", help="which slots are scored, and how")
     recipes.add_argument("--ttt-steps", type=positive, help="steps the head is unrolled; unset: the recipe's")
@@ -167,6 +173,7 @@ def main(args: argparse.Namespace) -> None:
         max_tokens=args.max_tokens,
         hold_out=args.hold_out,
         limit=args.limit,
+        features_from=tuple(args.features_from or ()),
         checkpoint_every=args.checkpoint_every,
         evaluate_every=args.evaluate_every,
         keep=args.keep,

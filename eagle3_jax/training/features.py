@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,16 +212,20 @@ def write_cache(
     max_tokens: int,
     shard_tokens: int = 98304,
     batch_tokens: int = 2560,
+    known: Sequence[FeatureCache] = (),
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> FeatureCache:
     """Runs the target over every example of `selection`, in its order, and returns the finished cache.
 
     Finished shards of an earlier run of the same identity are kept; one of another identity raises CacheError.
-    batch_tokens: tokens of one pass, padding included. say: told the byte budget beforehand. progress: told tokens as they finish.
+    batch_tokens: tokens of one pass, padding included. known: caches, finished or not, of this target and these taps (CacheError if not);
+    what they hold of the same examples is copied instead of computed. say: told the byte budget beforehand. progress: told tokens as they
+    finish.
     """
     folder = Path(folder)
     wanted = identity(target, taps, selection, max_tokens)
+    at_hand = _at_hand(known, wanted)
     ranges = _shard_ranges([len(ids) for ids, _ in selection.examples], shard_tokens)
     if (folder / _MANIFEST).exists():
         manifest = json.loads((folder / _MANIFEST).read_text())
@@ -231,13 +235,15 @@ def write_cache(
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / _MANIFEST, {"identity": wanted, "shards": ranges})
     say(f"feature cache {folder}: {selection.report()}; {byte_budget(target, taps, selection) / 2**30:.2f} GiB in {len(ranges)} shards")
+    if known:
+        say(f"{sum(_content(*example) in at_hand for example in selection.examples)} examples' features are taken over")
     for number, (begin, end) in enumerate(ranges):
         final = folder / _shard_name(number)
         examples = selection.examples[begin:end]
         if final.is_dir():
             progress(sum(len(ids) for ids, _ in examples))
             continue
-        arrays = _run(target, taps, examples, batch_tokens, progress)
+        arrays = _run(target, taps, examples, batch_tokens, progress, at_hand)
         unfinished = folder / f"{_shard_name(number)}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
@@ -247,12 +253,28 @@ def write_cache(
     return open_cache(folder, wanted)
 
 
+def _content(ids: np.ndarray, response: np.ndarray) -> bytes:
+    """What an example's features depend on, beside target and taps."""
+    return hashlib.sha256(ids.tobytes() + b"|" + response.tobytes()).digest()
+
+
+def _at_hand(known: Sequence[FeatureCache], wanted: dict[str, Any]) -> dict[bytes, tuple[FeatureCache, int]]:
+    """Where the examples of other caches are, by content. Raises CacheError for one of another target or other taps."""
+    places: dict[bytes, tuple[FeatureCache, int]] = {}
+    for cache in known:
+        own, same = cache.manifest["identity"], ("format", "target", "taps")
+        check_identity(cache.folder, {key: own.get(key) for key in same}, {key: wanted[key] for key in same})
+        places.update((_content(*cache.tokens(index)), (cache, index)) for index in range(len(cache)))
+    return places
+
+
 def _run(
     target: target_model.Target,
     taps: tuple[int, ...],
     examples: list[tuple[np.ndarray, np.ndarray]],
     batch_tokens: int,
     progress: Callable[[int], object],
+    at_hand: Mapping[bytes, tuple[FeatureCache, int]],
 ) -> dict[str, np.ndarray]:
     """The arrays of one shard."""
     lengths = [len(ids) for ids, _ in examples]
@@ -267,7 +289,16 @@ def _run(
     teacher = np.zeros(total, bool)
     teacher[:-1] = response[1:] > 0
     teacher[offsets[1:] - 1] = False
-    for batch in _batches(lengths, batch_tokens):
+    unknown = []
+    for i, example in enumerate(examples):
+        if (place := at_hand.get(_content(*example))) is None:
+            unknown.append(i)
+            continue
+        found, into = place[0][place[1]], slice(int(offsets[i]), int(offsets[i + 1]))
+        assert found.features is not None and found.hidden is not None and found.argmax is not None
+        features[into], hidden[into], argmax[into] = found.features.view(np.uint16), found.hidden.view(np.uint16), found.argmax
+        progress(lengths[i])
+    for batch in _batches(lengths, unknown, batch_tokens):
         width = _bucket(max(lengths[i] for i in batch))
         # As many rows for every batch of a width: one compilation per width.
         tokens = np.zeros((max(1, batch_tokens // width), width), np.int32)
@@ -308,9 +339,9 @@ def _bucket(length: int) -> int:
     return max(128, -(-length // step) * step)
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Examples by falling length, cut into batches of at most `batch_tokens` tokens, padding included."""
-    order, batches = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), []
+def _batches(lengths: Sequence[int], chosen: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """The chosen examples by falling length, cut into batches of at most `batch_tokens` tokens, padding included."""
+    order, batches = sorted(chosen, key=lambda i: (-lengths[i], i)), []
     while order:
         rows = max(1, batch_tokens // _bucket(lengths[order[0]]))
         batches.append(order[:rows])

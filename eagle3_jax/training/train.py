@@ -29,7 +29,7 @@ from eagle3_jax.tokenizer import load_tokenizer
 from eagle3_jax.training.batches import BatchSource, TokenExamples
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints
 from eagle3_jax.training.distributed import is_first, wait_for_all
-from eagle3_jax.training.features import Selection, identity, open_cache, select, write_cache
+from eagle3_jax.training.features import FeatureCache, Selection, identity, open_cache, select, write_cache
 from eagle3_jax.training.fit import fit
 from eagle3_jax.training.flops import peak_flops, step_flops
 from eagle3_jax.training.placing import check_rows
@@ -45,6 +45,8 @@ from eagle3_jax.weights.model_card import model_card
 
 STARTS = ("random", "target-head")
 """What a head may begin as, beside an existing head."""
+CACHES = ("features", "held_out")
+"""Where a run that is not online keeps what the target knows about its examples."""
 DRAFT_VOCAB = 8192
 """U of a new head, where nothing else is asked for."""
 
@@ -56,7 +58,8 @@ class TrainJob:
     target: folder, hub id, .gguf file or built-in name. data: prepared data (a folder) or conversations (a file). out: folder of the run:
     `features`, `held_out`, `checkpoints`, `log.jsonl`, and `head`, the result. draft_vocab: U, None: `DRAFT_VOCAB`. taps: entering-block
     ids, None: the default; an existing head brings its own of both. max_tokens: longer examples are cut. hold_out: the last so many
-    usable examples are never trained on. limit: examples read.
+    usable examples are never trained on. limit: examples read. features_from: folders of earlier runs with the same target and taps; the
+    features that they have of the same examples are taken over.
     start: "random"; "target-head": output head and last norm begin as the target's kept rows and norm, all else random; or the folder, hub
     id or built-in name of an existing head, which is trained further.
     decode_every: updates between decodes of the first `decode_prompts` held-out prompts, `decode_tokens` tokens each, drafted as
@@ -72,6 +75,7 @@ class TrainJob:
     max_tokens: int = 640
     hold_out: int = 64
     limit: int | None = None
+    features_from: tuple[str, ...] = ()
     checkpoint_every: int = 200
     evaluate_every: int = 100
     keep: int = 2
@@ -90,6 +94,14 @@ class TrainJob:
         if self.decode_every and not self.hold_out:
             raise ValueError("decoding held-out prompts needs some: hold_out is 0")
 
+    def known(self) -> list[FeatureCache]:
+        """The caches of `features_from`. Raises CacheError naming a folder that has none."""
+        found = []
+        for run in map(Path, self.features_from):
+            own = [run / name for name in CACHES if (run / name).is_dir()]
+            found += [open_cache(folder, partial_ok=True) for folder in own or [run]]
+        return found
+
 
 def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     """Encodes, caches the target's features, trains, exports; returns the head's folder.
@@ -99,6 +111,8 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     """
     out = Path(job.out)
     check_rows(config.rows, mesh)
+    if config.online and job.features_from:
+        raise ValueError("features_from: an online run reads no features; leave one of the two out")
     if jax.process_count() > 1 and (mesh is None or job.decode_every):
         raise ValueError("a run of several processes needs a mesh over them all, and cannot decode held-out prompts (decode_every)")
     checkpoints_at = out / "checkpoints"
@@ -114,18 +128,19 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
     draft_config, kept = draft.config, np.asarray(draft.d2t[...])
     dialect = suited(draft_config).name  # asked now: a head that no file can hold must not be trained first
     features = identity(target, draft_config.taps, training, job.max_tokens)
+    known = job.known()
     alone = jax.process_count() == 1
     if alone or config.online:
         target = place(target, mesh)
     decoding = decoding_target(job, target, mesh) if job.decode_every else target
     sources: dict[str, BatchSource] = {}
-    for name, chosen in {"features": training, "held_out": held_out}.items():
+    for name, chosen in zip(CACHES, (training, held_out), strict=True):
         if not chosen.examples:
             continue
         if config.online:
             tqdm.write(f"{name}: {chosen.report()}; the target runs within each step")
         elif is_first():
-            cache_features(target, draft_config.taps, chosen, out / name, job.max_tokens)
+            cache_features(target, draft_config.taps, chosen, out / name, job.max_tokens, known)
         wait_for_all(name)
         sources[name] = batch_source(TokenExamples(chosen) if config.online else out / name, config)
         if left_out := sources[name].left_out:
@@ -278,10 +293,12 @@ def draft_vocabulary(training: Selection, vocab_size: int, size: int) -> np.ndar
     return kept
 
 
-def cache_features(target: Target, taps: tuple[int, ...], chosen: Selection, folder: Path, max_tokens: int) -> None:
+def cache_features(
+    target: Target, taps: tuple[int, ...], chosen: Selection, folder: Path, max_tokens: int, known: Sequence[FeatureCache] = ()
+) -> None:
     """`write_cache` with a bar."""
     with tqdm(total=sum(len(ids) for ids, _ in chosen.examples), desc="features", unit=" tokens", disable=None) as bar:
-        write_cache(target, taps, chosen, folder, max_tokens=max_tokens, say=tqdm.write, progress=bar.update)
+        write_cache(target, taps, chosen, folder, max_tokens=max_tokens, known=known, say=tqdm.write, progress=bar.update)
 
 
 def batch_source(origin: Path | TokenExamples, config: TrainConfig) -> BatchSource:
