@@ -87,7 +87,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=positive,
         nargs="+",
         metavar="N",
-        help="throughput at these batch sizes, plainly and, where there is a draft, with chains of 2 and 3",
+        help="throughput at these batch sizes over the first set's prompts, plainly and, where there is a draft, with chains of 2 and 3",
     )
     parser.add_argument("--out", metavar="FILE.json", default="bench.json", help="all figures and all answers; written anew after each set")
     parser.add_argument("--figures", metavar="FOLDER", type=Path, help="PNGs of the figures; needs matplotlib")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eagle3_jax.bench.tables import throughput_table
-from eagle3_jax.bench.throughput import Throughput, break_even
+from eagle3_jax.bench.throughput import Throughput, break_even, rows_for
 
 
 def curve(*gains: float) -> list[Throughput]:
@@ -21,6 +21,11 @@ def test_the_gain_ends_between_two_batches_on_a_logarithmic_scale() -> None:
     assert break_even(curve(1.4, 1.2), "chain:2") is None
     assert break_even(curve(0.9, 0.8), "chain:2") == 0.0
     assert break_even(curve(2.0), "tree:8,3,3") is None
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, "abc"), (2, "abca"), (3, "abc"), (8, "abcabcab")])
+def test_every_batch_size_answers_all_prompts(batch: int, rows: str) -> None:
+    assert "".join(chr(row[0]) for row in rows_for([[97], [98], [99]], batch)) == rows
 
 
 def test_table() -> None:

@@ -16,7 +16,7 @@ from eagle3_jax.bench.benchmark import PLAIN, Benchmark, Programs, Sample, bench
 from eagle3_jax.bench.latency import Bursts, bursts
 from eagle3_jax.bench.phases import Phases, phases
 from eagle3_jax.bench.sample_journal import SampleJournal
-from eagle3_jax.bench.throughput import PAPER_CHAINS, Throughput, sweep
+from eagle3_jax.bench.throughput import PAPER_CHAINS, Throughput, rows_for, sweep
 from eagle3_jax.drafting import Draft
 from eagle3_jax.target import Target
 from eagle3_jax.tree import Chain, Tree
@@ -163,7 +163,8 @@ def _sweep(
     ways = 1 if draft is None else 1 + len(PAPER_CHAINS)
     units = {batch: f"throughput, batch {batch}" for batch in plan.batches}
     done = {batch: journal.samples.get(unit, ()) for batch, unit in units.items()}
-    with _Bar("throughput", sum(plan.batches) * ways, journal, "") as bar:
+    answers = sum(len(rows_for(prompts, batch)) for batch in plan.batches) * ways
+    with _Bar("throughput", answers, journal, "") as bar:
         return sweep(
             target,
             draft,

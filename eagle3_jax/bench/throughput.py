@@ -43,22 +43,34 @@ def sweep(
     done: Mapping[int, Sequence[Sample]] | None = None,
     **options: Any,
 ) -> list[Throughput]:
-    """Every batch size with every tree, and plainly, in turns; without a draft plainly alone. Prompts are repeated to fill a batch.
+    """Every batch size with every tree, and plainly, in turns; without a draft plainly alone. Each batch size answers `rows_for` of the
+    prompts: all of them, so that sizes differ in nothing else.
 
     progress: called with the batch after each sample; done: samples of an interrupted run by batch. options: as in `benchmark`.
     """
     found: list[Throughput] = []
     for batch in batches:
-        rows = [prompts[i % len(prompts)] for i in range(batch)]
         result = benchmark(
-            target, draft, rows, trees, batch=batch, progress=partial(progress, batch), done=(done or {}).get(batch, ()), **options
+            target,
+            draft,
+            rows_for(prompts, batch),
+            trees,
+            batch=batch,
+            progress=partial(progress, batch),
+            done=(done or {}).get(batch, ()),
+            **options,
         )
         found.extend(points(result, batch))
     return found
 
 
+def rows_for(prompts: Sequence[Sequence[int]], batch: int) -> list[Sequence[int]]:
+    """All prompts, the first ones again until the last batch is full."""
+    return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
+
+
 def points(result: Benchmark, batch: int) -> list[Throughput]:
-    """The throughput of every mode of a benchmark of one full batch: tokens per second after the first token of each row."""
+    """The throughput of every mode of a benchmark of full batches: tokens per second after the first token of each row."""
     return [
         Throughput(
             batch,
