@@ -44,11 +44,6 @@ inline float peak(const float* row, int64_t width) {
   return largest(most);
 }
 
-inline void put(float* to, int64_t count, Floats x) {
-  if (count >= kLanes) return store<kLanes>(to, x);
-  for (int64_t i = 0; i < count; ++i) to[i] = x[i];
-}
-
 // Rounded to the nearest, ties to even; NaN stays NaN.
 inline void put(uint16_t* to, int64_t count, Floats x) {
   const Ints bits = (Ints)x;

@@ -34,6 +34,12 @@ inline void store(float* at, typename Vector<lanes>::Floats value) {
   *reinterpret_cast<typename Vector<lanes>::Floats*>(at) = value;
 }
 
+// The first `count` numbers of a vector, or all.
+inline void put(float* to, int64_t count, Vector<kLanes>::Floats x) {
+  if (count >= kLanes) return store<kLanes>(to, x);
+  for (int64_t i = 0; i < count; ++i) to[i] = x[i];
+}
+
 // e^x for x <= 0, within two units in the last place; NaN stays NaN. Range reduction and polynomial: Cephes, expf.
 template <int lanes>
 inline typename Vector<lanes>::Floats exponential(typename Vector<lanes>::Floats x) {

@@ -4,13 +4,13 @@
 // Whole numbers alone, so the bits are JAX's.
 
 #include <float.h>
-#include <string.h>
 
 #include "lanes.h"
 #include "pool.h"
 
 namespace {
 
+using Floats = Vector<kLanes>::Floats;
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 
 constexpr int64_t kPiece = 8192;  // numbers of one piece of work
@@ -49,12 +49,8 @@ struct Uniforms {
       rounds<17, 29, 16, 24>(x, y, b, c + 4);
       rounds<13, 15, 26, 6>(x, y, c, a + 5);
       const Words bits = ((x ^ y) >> 9) | 0x3F800000;
-      typename Vector<kLanes>::Floats u = (typename Vector<kLanes>::Floats)bits - 1.0f;
-      u = u > 0 ? u : typename Vector<kLanes>::Floats{} + FLT_MIN;
-      if (at + kLanes <= end)
-        store<kLanes>(to + at, u);
-      else
-        memcpy(to + at, &u, (end - at) * sizeof(float));
+      const Floats u = (Floats)bits - 1.0f;
+      put(to + at, end - at, u > 0 ? u : Floats{} + FLT_MIN);
     }
     return true;
   }
