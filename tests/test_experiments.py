@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 from tiny_models import tiny_target
 
+from eagle3_jax.bench.evaluate import Interval
 from eagle3_jax.experiments import Material, Setting, paper, run_experiment
-from eagle3_jax.experiments.arms import Arm, arm_folder, trained_head
+from eagle3_jax.experiments.arms import Arm, ArmResult, arm_folder, trained_head
 from eagle3_jax.training.losses import feature_distance
+from eagle3_jax.weights import load_draft, save_head
 
 SMALL = Setting(
     target="tiny",
@@ -87,6 +91,50 @@ def test_shares_are_arms_of_their_own(material: Material) -> None:
     assert paper.scaled(paper.EAGLE_3, 1.0) is paper.EAGLE_3
     assert arm_folder(material, eighth).name == "EAGLE-3-1of8"
     assert Arm("x", feature_loss=True).recipe(SMALL).steps == 2
+
+
+@pytest.mark.slow
+def test_recipes_and_rates_from_an_existing_head(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = trained_head(material, paper.EAGLE_3)
+    folder = save_head(given, tmp_path / "given", dtype="float32")
+    monkeypatch.setattr(material, "setting", dataclasses.replace(SMALL, start=str(folder), steps=1, warmup=0, peak_lr=1e-9))
+    said: list[str] = []
+    found = run_experiment("recipes", material, said.append)
+    assert [r.name for r in found] == ["EAGLE-3", *(f"recipe {name}" for name in ("official", "specforge", "speculators"))]
+    assert "against the first, %" in said[0]
+    # A rate of next to nothing: the head that was given, but that speculators puts the target's rows in it.
+    for result, same in zip(found, (True, True, True, False), strict=True):
+        head = load_draft(material.out / "arms" / result.name.replace(" ", "-") / "head", material.target)
+        assert np.allclose(head.head[...], given.head[...], atol=1e-6) is same
+    assert found[1].percent_over(found[0]) == Interval(0.0, 0.0, 0.0)
+    rates = run_experiment("rates", material, said.append)
+    assert [r.name for r in rates] == ["EAGLE-3", "rate 2.5e-10", "rate 5e-10", "rate 2e-09"]
+    with pytest.raises(ValueError, match="keeps its taps and draft vocabulary"):
+        run_experiment("draft-vocab", material, said.append)
+    with pytest.raises(ValueError, match="leave draft_vocab unset"):
+        Material(dataclasses.replace(SMALL, start="head", draft_vocab=8), tmp_path)
+
+
+def test_gain_is_paired_by_prompt() -> None:
+    one = Interval(1.0)
+    make = partial(
+        ArmResult,
+        "x",
+        one,
+        n_alpha=[],
+        loss=None,
+        examples=0,
+        draft_vocab=0,
+        coverage=0.0,
+        parameters=0,
+        train_seconds=0.0,
+        cycle_seconds=None,
+    )
+    easy_and_hard = [(30, 10), (10, 10)] * 10
+    base, better = make(by_prompt=easy_and_hard), make(by_prompt=[(tokens * 11, cycles * 10) for tokens, cycles in easy_and_hard])
+    gain = better.percent_over(base)
+    # Prompts differ threefold, the gain of each is the same.
+    assert (gain.value, gain.low, gain.high) == pytest.approx((10, 10, 10))
 
 
 def test_unknown_name(material: Material) -> None:

@@ -16,6 +16,8 @@ EXAMPLES = """experiments:
   ablation     Table 2: EAGLE, then training-time test instead of the feature loss, then fused features
   scaling      Figure 1: 1/8, 1/4, 1/2 and all of the text, for EAGLE and for EAGLE-3
   overview     the three above in one picture
+  recipes      which tokens are scored and how: every recipe
+  rates        a quarter, half and double --peak-lr
   losses       every loss over the vocabulary
   ttt-steps    steps of the unrolling in training
   draft-vocab  an eighth, a quarter, a half and all of the draft vocabulary
@@ -27,6 +29,8 @@ examples:
   eagle3-experiment n-alpha ablation --target stories260k --out figures
   eagle3-experiment all --target smollm2-135m --data chats.jsonl.gz --draft-vocab 8192 --steps 2000 \\
       --row-tokens 832 --row-slots 640 --rows 3 --peak-lr 2e-3 --out figures
+  eagle3-experiment rates recipes losses --target smollm2-135m --data chats.jsonl.gz --start smollm2-135m --ttt-steps 3 --steps 60 \\
+      --row-tokens 832 --row-slots 640 --rows 3 --peak-lr 6e-4 --chain 3 --out sweep
 """
 HELP = {
     "stories": "texts that the target writes itself where there is no --data",
@@ -34,7 +38,9 @@ HELP = {
     "story_heat": "their temperature",
     "hold_out": "examples at the end that are never trained on; prompts are their beginnings",
     "max_tokens": "tokens per example of --data; longer ones are cut",
-    "draft_vocab": "tokens the head can propose; unset: all",
+    "start": "random; target-head: output head and last norm begin as the target's; or an existing head (folder, hub id, or built-in "
+    "name), which keeps its taps and draft vocabulary: for recipes, rates, losses, ttt-steps and drafting",
+    "draft_vocab": "tokens the head can propose; unset: all, or --start's",
     "ttt_steps": "steps EAGLE-3 is unrolled in training",
     "steps": "optimizer updates of every head",
     "rows": "packed rows per update",
@@ -61,7 +67,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = parser.add_argument_group("sizes")
     for field in dataclasses.fields(Setting):
         if field.name in HELP:
-            kind = float if field.name in FLOATS else int if field.name in ("seed", "prompt_tokens", "warmup") else positive
+            kind = (
+                str
+                if field.name == "start"
+                else float
+                if field.name in FLOATS
+                else int
+                if field.name in ("seed", "prompt_tokens", "warmup")
+                else positive
+            )
             sizes.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=HELP[field.name])
     parser.add_argument("--no-compilation-cache", action="store_true", help="compile anew instead of keeping programs on disk")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")

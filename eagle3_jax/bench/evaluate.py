@@ -105,8 +105,13 @@ def n_alpha_intervals(outputs: Sequence[Output], depth: int, confidence: float =
 
 def acceptance_length(outputs: Sequence[Output], confidence: float = 0.95) -> Interval:
     """Tokens kept per cycle over all rows of the outputs, with the interval over rows; 1 when no cycle ran."""
-    parts = [[sum(row), len(row)] for output in outputs for row in output.accept_lengths]
+    parts = kept_and_cycles(outputs)
     return bootstrap(parts, lambda sums: np.where(sums[..., 1] > 0, sums[..., 0] / np.maximum(sums[..., 1], 1), 1.0), confidence)
+
+
+def kept_and_cycles(outputs: Sequence[Output]) -> list[tuple[int, int]]:
+    """(tokens kept, cycles) of every row of the outputs, in order."""
+    return [(sum(row), len(row)) for output in outputs for row in output.accept_lengths]
 
 
 def _last_was_drafted(output: Output, row: int, cycle: int, kept: list[int]) -> bool | None:

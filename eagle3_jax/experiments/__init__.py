@@ -19,6 +19,8 @@ EXPERIMENTS: dict[str, Callable[[Material, Path], list[ArmResult]]] = {
     "ablation": paper.ablation,
     "scaling": paper.scaling,
     "overview": paper.overview,
+    "recipes": choices.recipes,
+    "rates": choices.rates,
     "losses": choices.losses,
     "ttt-steps": choices.ttt_steps,
     "draft-vocab": choices.draft_vocab,
@@ -41,11 +43,12 @@ def run_experiment(name: str, material: Material, say: Callable[[str], None] = p
 
 
 def results_table(results: Sequence[ArmResult]) -> str:
-    """One line per arm."""
-    rows = [["", "acceptance length", "n-alpha 0, 1, ...", "examples", "draft vocabulary", "parameters"]]
+    """One line per arm; the second figure is the acceptance length against the first arm's, prompt by prompt."""
+    rows = [["", "acceptance length", "against the first, %", "n-alpha 0, 1, ...", "examples", "draft vocabulary", "parameters"]]
     for r in results:
         rates = " ".join(figure(None if x is None else x.value) for x in r.n_alpha)
-        rows.append([r.name, figure(r.acceptance_length), rates, str(r.examples), str(r.draft_vocab), str(r.parameters)])
+        gain = "" if r is results[0] else figure(r.percent_over(results[0]), 1)
+        rows.append([r.name, figure(r.acceptance_length), gain, rates, str(r.examples), str(r.draft_vocab), str(r.parameters)])
     return table(rows)
 
 

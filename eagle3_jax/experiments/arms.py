@@ -12,18 +12,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.bench.evaluate import Interval, acceptance_length, n_alpha_intervals
-from eagle3_jax.config import DraftConfig
+from eagle3_jax.bench.evaluate import Interval, acceptance_length, bootstrap, kept_and_cycles, n_alpha_intervals
 from eagle3_jax.decoding.generate import Output, generate
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.drafting import Draft
-from eagle3_jax.experiments.material import Material, Setting, vocabulary_size
+from eagle3_jax.experiments.material import Material, Setting
 from eagle3_jax.params import named_variables
 from eagle3_jax.training.batches import BatchSource
 from eagle3_jax.training.features import open_cache
 from eagle3_jax.training.fit import fit
 from eagle3_jax.training.reporting import Reporter
-from eagle3_jax.training.train import draft_vocabulary, fresh_draft, frozen_tables, take_head
 from eagle3_jax.training.trainer import TrainConfig
 from eagle3_jax.training.ttt import Recipe, recipe
 from eagle3_jax.training.writers import JsonLines
@@ -38,34 +36,41 @@ class Arm:
     """name: of the arm and its folder. top: the head reads the target's final state alone, as in EAGLE; otherwise EAGLE-3's three taps.
 
     steps: J; 1 is no training-time test. None: the setting's. feature_loss: EAGLE's regression beside 0.1 times the loss over the
-    vocabulary, with fc the identity and the target's own head, both frozen. loss: over the vocabulary. data: share of the training
-    examples. draft_vocab: U, None: the setting's.
+    vocabulary, with fc the identity and the target's own head, both frozen. loss: over the vocabulary; None: the recipe's. data: share of
+    the training examples. draft_vocab: U, None: the setting's. of: name of the recipe. peak_lr: None: the setting's.
     """
 
     name: str
     top: bool = False
     steps: int | None = None
     feature_loss: bool = False
-    loss: str = "cross_entropy"
+    loss: str | None = None
     data: float = 1.0
     draft_vocab: int | None = None
+    of: str = "aligned"
+    peak_lr: float | None = None
 
     def recipe(self, setting: Setting) -> Recipe:
-        changes: dict[str, Any] = {"steps": self.steps or setting.ttt_steps, "loss": self.loss}
+        changes: dict[str, Any] = {"steps": self.steps or setting.ttt_steps}
+        if self.loss is not None:
+            changes["loss"] = self.loss
         if self.feature_loss:
             changes |= {"feature_weight": 1.0, "logit_weight": 0.1, "train_head": False, "train_fusion": False}
-        return recipe("aligned", **changes)
+        return recipe(self.of, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
     """What an arm reached. n_alpha: n = 0 ... chain-1, greedy. cycle_seconds: of one decode cycle of the whole batch, the fastest seen.
 
+    by_prompt: (tokens kept, cycles) of every prompt; the same prompts in every arm of a setting.
+
     coverage: share of held-out answer tokens inside the draft vocabulary. parameters: of the head, trained or not.
     """
 
     name: str
     acceptance_length: Interval
+    by_prompt: list[tuple[int, int]]
     n_alpha: list[Interval | None]
     loss: float | None
     examples: int
@@ -78,7 +83,14 @@ class ArmResult:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> ArmResult:
         intervals = [None if x is None else Interval(**x) for x in value["n_alpha"]]
-        return cls(**{**value, "acceptance_length": Interval(**value["acceptance_length"]), "n_alpha": intervals})
+        pairs = [(tokens, cycles) for tokens, cycles in value["by_prompt"]]
+        return cls(**{**value, "acceptance_length": Interval(**value["acceptance_length"]), "by_prompt": pairs, "n_alpha": intervals})
+
+    def percent_over(self, other: ArmResult) -> Interval:
+        """How many per cent this acceptance length is above the other's. The interval is over prompts, each with both its figures: what
+        makes a prompt easy for either head falls out of it."""
+        pairs = np.concatenate([self.by_prompt, other.by_prompt], axis=1)
+        return bootstrap(pairs, lambda sums: 100 * (sums[..., 0] * sums[..., 3] / (sums[..., 1] * sums[..., 2]) - 1))
 
 
 def run_arm(material: Material, arm: Arm) -> ArmResult:
@@ -100,6 +112,7 @@ def run_arm(material: Material, arm: Arm) -> ArmResult:
     result = ArmResult(
         name=arm.name,
         acceptance_length=acceptance_length(outputs),
+        by_prompt=kept_and_cycles(outputs),
         n_alpha=n_alpha_intervals(outputs, material.setting.chain),
         loss=loss,
         examples=examples,
@@ -132,7 +145,6 @@ def train_arm(material: Material, arm: Arm, evaluate_every: int | None = None) -
     setting, target = material.setting, material.target
     taps = material.top if arm.top else material.fused
     folder = material.features(taps)
-    kept = draft_vocabulary(material.training, target.config.vocab_size, arm.draft_vocab or vocabulary_size(setting, target))
     rule = arm.recipe(setting)
     config = TrainConfig(
         recipe=rule,
@@ -140,14 +152,11 @@ def train_arm(material: Material, arm: Arm, evaluate_every: int | None = None) -
         rows=setting.rows,
         row_tokens=setting.row_tokens,
         row_slots=setting.row_slots,
-        peak_lr=setting.peak_lr,
+        peak_lr=arm.peak_lr or setting.peak_lr,
         warmup=min(setting.warmup, setting.steps),
         seed=setting.seed,
     )
-    tables = frozen_tables(target, kept)
-    draft = fresh_draft(DraftConfig.for_target(target.config, len(kept), taps), kept, setting.seed)
-    if not rule.train_head:
-        take_head(draft, tables)
+    draft, tables = material.beginning(config, taps, arm.draft_vocab)
     if not rule.train_fusion:
         # The state fed back stands for the target's feature, so both must be measured alike.
         draft.fc[...] = jnp.eye(target.config.hidden_size, dtype=draft.dtype)

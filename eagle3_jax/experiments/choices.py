@@ -1,19 +1,23 @@
-"""Choices that a user makes: the loss, how far to unroll, the size of the draft vocabulary, how candidates are drafted when sampling."""
+"""Choices that a user makes: the recipe, the learning rate, the loss, how far to unroll, the size of the draft vocabulary, how candidates
+are drafted when sampling."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.bench.evaluate import acceptance_length, n_alpha_intervals
+from eagle3_jax.bench.evaluate import acceptance_length, kept_and_cycles, n_alpha_intervals
 from eagle3_jax.bench.plotting import bars, new_figure, save_png, tidy
 from eagle3_jax.experiments.arms import Arm, ArmResult, decode, run_arm, trained_head
 from eagle3_jax.experiments.material import Material
 from eagle3_jax.experiments.paper import EAGLE_3, length_chart, n_alpha_chart
 from eagle3_jax.training.losses import ROW_LOSSES
+from eagle3_jax.training.ttt import RECIPES
 
 SAME_GRADIENT = "kl"
 """Differs from the cross-entropy by a constant: the same head."""
+RATES = (0.25, 0.5, 2.0)
+"""Factors on the setting's peak learning rate, beside 1."""
 STEPS = (1, 2, 4)
 PARTS = (8, 4, 2)
 HEATS = (0.5, 1.0)
@@ -24,11 +28,30 @@ DRAFTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def recipes(material: Material, out: Path) -> list[ArmResult]:
+    """Every recipe by name, unrolled as far as the others: which tokens are scored, by what the sum is divided, which parts are trained."""
+    others = [name for name in RECIPES if name != EAGLE_3.of]
+    results = [run_arm(material, EAGLE_3), *(run_arm(material, Arm(f"recipe {name}", of=name)) for name in others)]
+    length_chart(results, out, "Acceptance length: which recipe?", [EAGLE_3.of, *others])
+    return results
+
+
+def rates(material: Material, out: Path) -> list[ArmResult]:
+    """A quarter, half and double the peak learning rate, after the rate itself."""
+    peak = material.setting.peak_lr
+    arms = {f"{peak * factor:.1e}": Arm(f"rate {peak * factor:g}", peak_lr=peak * factor) for factor in RATES}
+    results = {f"{peak:.1e}": run_arm(material, EAGLE_3)} | {label: run_arm(material, arm) for label, arm in arms.items()}
+    shown = sorted(results, key=float)
+    length_chart([results[label] for label in shown], out, "Acceptance length: which learning rate?", shown)
+    return list(results.values())
+
+
 def losses(material: Material, out: Path) -> list[ArmResult]:
     """Every loss by name, all else as in EAGLE-3."""
-    others = [name for name in ROW_LOSSES if name not in (EAGLE_3.loss, SAME_GRADIENT)]
+    base = EAGLE_3.recipe(material.setting).loss
+    others = [name for name in ROW_LOSSES if name not in (base, SAME_GRADIENT)]
     results = [run_arm(material, EAGLE_3), *(run_arm(material, Arm(f"loss {name}", loss=name)) for name in others)]
-    labels = [name.replace("_", "\n") for name in (EAGLE_3.loss, *others)]
+    labels = [name.replace("_", "\n") for name in (base, *others)]
     length_chart(results, out, "Acceptance length: which loss?", labels)
     return results
 
@@ -72,6 +95,7 @@ def drafting(material: Material, out: Path) -> list[ArmResult]:
             changes = {
                 "name": f"{name}, T = {heat:g}",
                 "acceptance_length": acceptance_length(outputs),
+                "by_prompt": kept_and_cycles(outputs),
                 "n_alpha": n_alpha_intervals(outputs, material.setting.chain),
                 "cycle_seconds": cycle,
             }

@@ -11,11 +11,13 @@ from tqdm import tqdm
 
 from eagle3_jax.config import default_taps
 from eagle3_jax.decoding.generate import generate
+from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.target import Target
 from eagle3_jax.training.features import Selection, select
-from eagle3_jax.training.train import TrainJob, cache_features, select_examples
+from eagle3_jax.training.train import STARTS, TrainJob, beginning, cache_features, select_examples
 from eagle3_jax.training.trainer import TrainConfig
-from eagle3_jax.weights import load_target
+from eagle3_jax.training.ttt import Frozen
+from eagle3_jax.weights import load_draft, load_target
 from eagle3_jax.whole_file import whole_file
 
 
@@ -26,7 +28,8 @@ class Setting:
     target: folder, hub id, .gguf file or built-in name. data: conversations or a prepared folder; None: `stories` texts of
     `story_tokens` tokens that the target writes itself, from its beginning-of-text token, at temperature `story_heat`.
     hold_out: examples at the end that are never trained on; prompts are their beginnings. max_tokens: longer examples are cut.
-    draft_vocab: None: the whole vocabulary. ttt_steps: J of EAGLE-3. steps ... seed: as in `TrainConfig`.
+    start, draft_vocab: as in `TrainJob`, but that draft_vocab None is the whole vocabulary where the head is a new one.
+    ttt_steps: J of EAGLE-3. steps ... seed: as in `TrainConfig`.
     prompts, new_tokens, batch, chain: prompts decoded greedily, tokens each, decoded together, drafts per cycle.
     prompt_tokens: tokens of the answer that a prompt already holds, so that prompts of one beginning differ.
     """
@@ -38,6 +41,7 @@ class Setting:
     story_heat: float = 0.8
     hold_out: int = 64
     max_tokens: int = 640
+    start: str = "random"
     draft_vocab: int | None = None
     ttt_steps: int = 7
     steps: int = 300
@@ -65,6 +69,8 @@ class Material:
     def __init__(self, setting: Setting, out: str | Path):
         self.setting, self.out = setting, Path(out)
         self.out.mkdir(parents=True, exist_ok=True)
+        if setting.start not in STARTS and setting.draft_vocab:
+            raise ValueError(f"start {setting.start}: an existing head brings its draft vocabulary along; leave draft_vocab unset")
         self.target = load_target(setting.target)
         if setting.data is None:
             everything = select(list(_labelled(own_text(self.target, setting, self.out))), setting.longest)
@@ -86,8 +92,28 @@ class Material:
 
     @property
     def fused(self) -> tuple[int, ...]:
-        """EAGLE-3's taps."""
-        return default_taps(self.target.config.num_layers)
+        """EAGLE-3's taps, or those of the head that every arm starts from."""
+        head = self.given()
+        return default_taps(self.target.config.num_layers) if head is None else head.config.taps
+
+    def given(self) -> Eagle3Draft | None:
+        """The head that the setting's start names, float32; None where it names none."""
+        return None if self.setting.start in STARTS else load_draft(self.setting.start, self.target, layout="plain")
+
+    def beginning(self, config: TrainConfig, taps: tuple[int, ...], draft_vocab: int | None) -> tuple[Eagle3Draft, Frozen]:
+        """A draft before its first update. draft_vocab: U, None: the setting's.
+
+        Raises ValueError where the setting starts from a head that has other taps, or draft_vocab is asked for beside it.
+        """
+        start, given = self.setting.start, self.given()
+        if given is None:
+            size = draft_vocab or self.setting.draft_vocab or self.target.config.vocab_size
+            return beginning(self.target, self.training, config, start=start, given=None, draft_vocab=size, taps=taps)
+        if draft_vocab or taps != given.config.taps:
+            raise ValueError(
+                f"start {start}: an existing head keeps its taps and draft vocabulary, and this experiment changes one of them"
+            )
+        return beginning(self.target, self.training, config, start=start, given=given)
 
     def features(self, taps: tuple[int, ...], held_out: bool = False) -> Path:
         """The folder of the features of the training (or held-out) text at these taps, made when it is missing."""
@@ -140,8 +166,3 @@ def _labelled(text: np.ndarray) -> Iterator[_Example]:
 class _Example:
     ids: np.ndarray
     response: np.ndarray
-
-
-def vocabulary_size(setting: Setting, target: Target) -> int:
-    """U: the setting's, or the whole vocabulary."""
-    return setting.draft_vocab or target.config.vocab_size

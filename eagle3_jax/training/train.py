@@ -124,7 +124,7 @@ def train(job: TrainJob, config: TrainConfig, mesh: Mesh | None = None) -> Path:
         # float32 whatever the target's type: these are the weights that learn.
         given = None if job.start in STARTS else load_draft(job.start, target, layout="plain")
     training, held_out = select_examples(job, config)
-    draft, frozen = beginning(job, config, target, training, given)
+    draft, frozen = beginning(target, training, config, start=job.start, given=given, draft_vocab=job.draft_vocab, taps=job.taps)
     draft_config, kept = draft.config, np.asarray(draft.d2t[...])
     dialect = suited(draft_config).name  # asked now: a head that no file can hold must not be trained first
     features = identity(target, draft_config.taps, training, job.max_tokens)
@@ -265,20 +265,30 @@ def select_examples(job: TrainJob, config: TrainConfig) -> tuple[Selection, Sele
 
 
 def beginning(
-    job: TrainJob, config: TrainConfig, target: Target, training: Selection, given: Eagle3Draft | None
+    target: Target,
+    training: Selection,
+    config: TrainConfig,
+    *,
+    start: str,
+    given: Eagle3Draft | None,
+    draft_vocab: int | None = None,
+    taps: tuple[int, ...] | None = None,
 ) -> tuple[Eagle3Draft, Frozen]:
-    """The draft before the first update, and what belongs to its vocabulary. given: the head that `job.start` names."""
+    """The draft before the first update, and what belongs to its vocabulary.
+
+    start, draft_vocab, taps: as in `TrainJob`. given: the head that `start` names, None where it names none.
+    """
     size = target.config.vocab_size
     if given is not None:
         kept = np.asarray(given.d2t[...])
         counts = vocab.count_tokens((_Labelled(*example) for example in training.examples), size)
-        print(f"draft vocabulary of {job.start}: {vocab.coverage(counts, kept):.2%} of the response tokens", flush=True)
+        print(f"draft vocabulary of {start}: {vocab.coverage(counts, kept):.2%} of the response tokens", flush=True)
         draft, frozen = given, frozen_tables(target, kept)
     else:
-        kept = draft_vocabulary(training, size, job.draft_vocab or DRAFT_VOCAB)
-        draft = fresh_draft(DraftConfig.for_target(target.config, len(kept), job.taps), kept, config.seed)
+        kept = draft_vocabulary(training, size, draft_vocab or DRAFT_VOCAB)
+        draft = fresh_draft(DraftConfig.for_target(target.config, len(kept), taps), kept, config.seed)
         frozen = frozen_tables(target, kept)
-        if job.start == "target-head":
+        if start == "target-head":
             start_from_target(draft, target, frozen)
     if not config.recipe.train_head:
         take_head(draft, frozen)
