@@ -100,15 +100,15 @@ def test_recipes_and_rates_from_an_existing_head(material: Material, tmp_path: P
     monkeypatch.setattr(material, "setting", dataclasses.replace(SMALL, start=str(folder), steps=1, warmup=0, peak_lr=1e-9))
     said: list[str] = []
     found = run_experiment("recipes", material, said.append)
-    assert [r.name for r in found] == ["EAGLE-3", *(f"recipe {name}" for name in ("official", "specforge", "speculators"))]
+    assert [r.name for r in found] == ["EAGLE-3", *(f"recipe {name}" for name in ("official", "specforge", "speculators")), "start"]
     assert "against the first, %" in said[0]
     # A rate of next to nothing: the head that was given, but that speculators puts the target's rows in it.
-    for result, same in zip(found, (True, True, True, False), strict=True):
+    for result, same in zip(found, (True, True, True, False, True), strict=True):
         head = load_draft(material.out / "arms" / result.name.replace(" ", "-") / "head", material.target)
         assert np.allclose(head.head[...], given.head[...], atol=1e-6) is same
     assert found[1].percent_over(found[0]) == Interval(0.0, 0.0, 0.0)
     rates = run_experiment("rates", material, said.append)
-    assert [r.name for r in rates] == ["EAGLE-3", "rate 2.5e-10", "rate 5e-10", "rate 2e-09"]
+    assert [r.name for r in rates] == ["EAGLE-3", "rate 2.5e-10", "rate 5e-10", "rate 2e-09", "start"]
     with pytest.raises(ValueError, match="keeps its taps and draft vocabulary"):
         run_experiment("draft-vocab", material, said.append)
     with pytest.raises(ValueError, match="leave draft_vocab unset"):

@@ -37,7 +37,8 @@ class Arm:
 
     steps: J; 1 is no training-time test. None: the setting's. feature_loss: EAGLE's regression beside 0.1 times the loss over the
     vocabulary, with fc the identity and the target's own head, both frozen. loss: over the vocabulary; None: the recipe's. data: share of
-    the training examples. draft_vocab: U, None: the setting's. of: name of the recipe. peak_lr: None: the setting's.
+    the training examples. draft_vocab: U, None: the setting's. of: name of the recipe. peak_lr: None: the setting's. trained: False
+    measures what the setting starts from.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Arm:
     draft_vocab: int | None = None
     of: str = "aligned"
     peak_lr: float | None = None
+    trained: bool = True
 
     def recipe(self, setting: Setting) -> Recipe:
         changes: dict[str, Any] = {"steps": self.steps or setting.ttt_steps}
@@ -157,6 +159,8 @@ def train_arm(material: Material, arm: Arm, evaluate_every: int | None = None) -
         seed=setting.seed,
     )
     draft, tables = material.beginning(config, taps, arm.draft_vocab)
+    if not arm.trained:
+        return draft, None, 0
     if not rule.train_fusion:
         # The state fed back stands for the target's feature, so both must be measured alike.
         draft.fc[...] = jnp.eye(target.config.hidden_size, dtype=draft.dtype)

@@ -16,6 +16,7 @@ from eagle3_jax.training.ttt import RECIPES
 
 SAME_GRADIENT = "kl"
 """Differs from the cross-entropy by a constant: the same head."""
+START = Arm("start", trained=False)
 RATES = (0.25, 0.5, 2.0)
 """Factors on the setting's peak learning rate, beside 1."""
 STEPS = (1, 2, 4)
@@ -31,28 +32,39 @@ DRAFTINGS: dict[str, dict[str, Any]] = {
 def recipes(material: Material, out: Path) -> list[ArmResult]:
     """Every recipe by name, unrolled as far as the others: which tokens are scored, by what the sum is divided, which parts are trained."""
     others = [name for name in RECIPES if name != EAGLE_3.of]
-    results = [run_arm(material, EAGLE_3), *(run_arm(material, Arm(f"recipe {name}", of=name)) for name in others)]
-    length_chart(results, out, "Acceptance length: which recipe?", [EAGLE_3.of, *others])
-    return results
+    return compared(
+        material,
+        {EAGLE_3.of: EAGLE_3} | {name: Arm(f"recipe {name}", of=name) for name in others},
+        out,
+        "Acceptance length: which recipe?",
+    )
 
 
 def rates(material: Material, out: Path) -> list[ArmResult]:
     """A quarter, half and double the peak learning rate, after the rate itself."""
     peak = material.setting.peak_lr
-    arms = {f"{peak * factor:.1e}": Arm(f"rate {peak * factor:g}", peak_lr=peak * factor) for factor in RATES}
-    results = {f"{peak:.1e}": run_arm(material, EAGLE_3)} | {label: run_arm(material, arm) for label, arm in arms.items()}
-    shown = sorted(results, key=float)
-    length_chart([results[label] for label in shown], out, "Acceptance length: which learning rate?", shown)
-    return list(results.values())
+    arms = {f"{peak * factor:g}": Arm(f"rate {peak * factor:g}", peak_lr=peak * factor) for factor in RATES}
+    return compared(material, {f"{peak:g}": EAGLE_3} | arms, out, "Acceptance length: which learning rate?")
 
 
 def losses(material: Material, out: Path) -> list[ArmResult]:
     """Every loss by name, all else as in EAGLE-3."""
     base = EAGLE_3.recipe(material.setting).loss
     others = [name for name in ROW_LOSSES if name not in (base, SAME_GRADIENT)]
-    results = [run_arm(material, EAGLE_3), *(run_arm(material, Arm(f"loss {name}", loss=name)) for name in others)]
-    labels = [name.replace("_", "\n") for name in (base, *others)]
-    length_chart(results, out, "Acceptance length: which loss?", labels)
+    return compared(
+        material,
+        {base.replace("_", "\n"): EAGLE_3} | {name.replace("_", "\n"): Arm(f"loss {name}", loss=name) for name in others},
+        out,
+        "Acceptance length: which loss?",
+    )
+
+
+def compared(material: Material, arms: dict[str, Arm], out: Path, title: str) -> list[ArmResult]:
+    """The arms as bars by their labels; last the head that they all start from, where there is one."""
+    if material.from_head:
+        arms = arms | {"start": START}
+    results = [run_arm(material, arm) for arm in arms.values()]
+    length_chart(results, out, title, list(arms))
     return results
 
 

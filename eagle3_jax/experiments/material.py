@@ -96,9 +96,14 @@ class Material:
         head = self.given()
         return default_taps(self.target.config.num_layers) if head is None else head.config.taps
 
+    @property
+    def from_head(self) -> bool:
+        """Whether every arm goes on from one existing head."""
+        return self.setting.start not in STARTS
+
     def given(self) -> Eagle3Draft | None:
         """The head that the setting's start names, float32; None where it names none."""
-        return None if self.setting.start in STARTS else load_draft(self.setting.start, self.target, layout="plain")
+        return load_draft(self.setting.start, self.target, layout="plain") if self.from_head else None
 
     def beginning(self, config: TrainConfig, taps: tuple[int, ...], draft_vocab: int | None) -> tuple[Eagle3Draft, Frozen]:
         """A draft before its first update. draft_vocab: U, None: the setting's.
