@@ -24,8 +24,9 @@
 
 namespace {
 
-constexpr int kQueries = 6;        // of one key/value head that are taken together: each key is then loaded once for all of them
-constexpr int kBlock = 4;          // vectors of slots, or of a head's width, whose sums stay in registers beside them
+constexpr int kBlock = 4;          // vectors of slots, or of a head's width, whose sums stay in registers
+// Queries of one key/value head that are taken together, whose sums all do: each key is then loaded once for them.
+constexpr int kQueries = kRegisters == 32 ? 6 : 3;
 constexpr int64_t kChunk = 256;    // places of a row that a thread takes; a multiple of kBlock vectors
 constexpr int64_t kMost = 48;      // queries of one key/value head that a thread takes
 constexpr int64_t kShares = 3;     // pieces for each thread: no more than balance asks for, as keys are read again for each

@@ -19,6 +19,13 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// Vectors that a processor holds at once.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
 template <int lanes>
 struct Vector {
   typedef float Floats __attribute__((vector_size(lanes * 4), aligned(4), may_alias));
