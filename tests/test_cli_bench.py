@@ -64,6 +64,7 @@ def test_table_and_file(base, folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert f"{chain['acceptance_length']['value']:.2f} [" in captured.out
 
 
+@pytest.mark.slow
 def test_throughput_without_a_draft(base, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out, figures = tmp_path / "plain.json", tmp_path / "figures"
     files = ["--out", str(out), "--figures", str(figures)]

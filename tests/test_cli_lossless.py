@@ -22,6 +22,7 @@ def argv(golden, tmp_path):
     return [*files, *options, "--prompt-tokens", "4"]
 
 
+@pytest.mark.slow
 def test_every_case_once(argv, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert run_script(SCRIPT, *argv) == 0

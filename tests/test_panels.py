@@ -183,6 +183,7 @@ def test_where_there_are_no_panels(monkeypatch):
         laid_out(tiny_target(), "panels")
 
 
+@pytest.mark.slow
 def test_compiling(tmp_path, monkeypatch):
     """Once per source, processor and compiler; what goes wrong is said, and leaves no file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -225,6 +226,7 @@ def test_no_compiling(tmp_path, monkeypatch):
         assert set(pool.map(lambda _: panel_width(), range(8))) == {panel_width()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["-mno-avx512f"], ["-mno-avx"]])
 def test_other_processors(flags, tmp_path):
     """The code for processors with narrower vectors, in a process of its own: the name of a custom call is taken once."""
@@ -263,7 +265,7 @@ print(width)
     assert int(ran.stdout) == 16
 
 
-@pytest.mark.parametrize("tree", [e3.Chain(3), e3.Tree(nodes=9, depth=3, width=3)])
+@pytest.mark.parametrize("tree", [pytest.param(e3.Chain(3), marks=pytest.mark.slow), e3.Tree(nodes=9, depth=3, width=3)])
 def test_decoding(tree):
     """The same text as plain decoding with panels, greedy and sampled, in a batch, with an int8 head too; and as from plain arrays."""
     target = tiny_target()

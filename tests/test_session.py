@@ -24,7 +24,7 @@ def drafts(target):
     return {"plain": None, "head": tiny_draft(target), "model": e3.LanguageModelDraft.of(target, target)}
 
 
-@pytest.mark.parametrize("name", ["plain", "head", "model"])
+@pytest.mark.parametrize("name", ["plain", "head", pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_turns_equal_whole_texts(target, drafts, name, temperature, monkeypatch):
     draft = drafts[name]

@@ -66,7 +66,7 @@ class Interrupted(BatchSource):
         return super().build(rows, own)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_resume_is_the_same_run_bit_for_bit(cache: FeatureCache, tmp_path: Path, optimizer: str) -> None:
     config = dataclasses.replace(CONFIG, optimizer=optimizer, accumulate=2)
     whole = parameters(train(cache, config))
