@@ -75,7 +75,7 @@ def lines(
 
 
 def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[Point]], digits: int = 2) -> None:
-    """A bar with its interval and value per group and name; names stand beside each other within a group."""
+    """A bar with its interval and value per group and name; names stand beside each other within a group, values at the bars' ends."""
     width = 0.8 / max(1, len(series))
     for i, (name, points) in enumerate(series.items()):
         at = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
@@ -85,8 +85,11 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[Point]]
         axis.bar(at, heights, 0.92 * width, color=colour, label=name, yerr=spread, capsize=2.5, error_kw={"elinewidth": 1})
         for x, y in zip(at, points, strict=True):
             if y is not None:
-                top = y.high if isinstance(y, Interval) and y.high is not None else value_of(y)
-                axis.annotate(f"{value_of(y):.{digits}f}", (x, top), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+                below = value_of(y) < 0
+                end = (y.low if below else y.high) if isinstance(y, Interval) else None
+                place = {"xytext": (0, -2 if below else 2), "textcoords": "offset points", "va": "top" if below else "bottom"}
+                at_end = (x, value_of(y) if end is None else end)
+                axis.annotate(f"{value_of(y):.{digits}f}", at_end, **place, ha="center", fontsize=8)
     axis.set_xticks(range(len(groups)), groups)
 
 

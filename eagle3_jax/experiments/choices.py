@@ -3,14 +3,15 @@ are drafted when sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle3_jax.bench.evaluate import acceptance_length, kept_and_cycles, n_alpha_intervals
-from eagle3_jax.bench.plotting import bars, new_figure, save_png, tidy
+from eagle3_jax.bench.plotting import GREY, bars, new_figure, save_png, tidy
 from eagle3_jax.experiments.arms import Arm, ArmResult, decode, run_arm, trained_head
 from eagle3_jax.experiments.material import Material
-from eagle3_jax.experiments.paper import EAGLE_3, length_chart, n_alpha_chart
+from eagle3_jax.experiments.paper import EAGLE_3, n_alpha_chart
 from eagle3_jax.training.losses import ROW_LOSSES
 from eagle3_jax.training.ttt import RECIPES
 
@@ -36,7 +37,7 @@ def recipes(material: Material, out: Path) -> list[ArmResult]:
         material,
         {EAGLE_3.of: EAGLE_3} | {name: Arm(f"recipe {name}", of=name) for name in others},
         out,
-        "Acceptance length: which recipe?",
+        "which recipe?",
     )
 
 
@@ -44,7 +45,8 @@ def rates(material: Material, out: Path) -> list[ArmResult]:
     """A quarter, half and double the peak learning rate, after the rate itself."""
     peak = material.setting.peak_lr
     arms = {f"{peak * factor:g}": Arm(f"rate {peak * factor:g}", peak_lr=peak * factor) for factor in RATES}
-    return compared(material, {f"{peak:g}": EAGLE_3} | arms, out, "Acceptance length: which learning rate?")
+    arms = {f"{peak:g}": EAGLE_3} | arms
+    return compared(material, arms, out, "which learning rate?", sorted(arms, key=float))
 
 
 def losses(material: Material, out: Path) -> list[ArmResult]:
@@ -55,17 +57,30 @@ def losses(material: Material, out: Path) -> list[ArmResult]:
         material,
         {base.replace("_", "\n"): EAGLE_3} | {name.replace("_", "\n"): Arm(f"loss {name}", loss=name) for name in others},
         out,
-        "Acceptance length: which loss?",
+        "which loss?",
     )
 
 
-def compared(material: Material, arms: dict[str, Arm], out: Path, title: str) -> list[ArmResult]:
-    """The arms as bars by their labels; last the head that they all start from, where there is one."""
+def compared(material: Material, arms: dict[str, Arm], out: Path, question: str, order: Sequence[str] = ()) -> list[ArmResult]:
+    """The arms as bars by their labels, beside them what each gains over the first, prompt by prompt; last the head that they all start
+    from, where there is one. order: of the bars, where it is not that of the arms."""
+    results = {label: run_arm(material, arm) for label, arm in arms.items()}
+    shown = list(order or arms)
     if material.from_head:
-        arms = arms | {"start": START}
-    results = [run_arm(material, arm) for arm in arms.values()]
-    length_chart(results, out, title, list(arms))
-    return results
+        results["start"] = run_arm(material, START)
+        shown.append("start")
+    first = next(iter(results.values()))
+    figure, axes = new_figure(max(8.0, 2.3 * len(results)), 3.8, columns=2)
+    bars(axes[0, 0], shown, {"": [results[label].acceptance_length for label in shown]})
+    axes[0, 0].set_ylim(bottom=1.0)
+    tidy(axes[0, 0], f"Acceptance length: {question}", "", "tokens kept per cycle (T = 0)")
+    bars(axes[0, 1], shown, {"": [results[label].percent_over(first) for label in shown]}, 1)
+    axes[0, 1].axhline(0, color=GREY, lw=1)
+    name = next(iter(arms)).replace("\n", " ")
+    axes[0, 1].margins(y=0.12)
+    tidy(axes[0, 1], f"Against {name}, prompt by prompt", "", "% more tokens kept per cycle")
+    save_png(figure, out)
+    return list(results.values())
 
 
 def ttt_steps(material: Material, out: Path) -> list[ArmResult]:
