@@ -31,7 +31,7 @@ from eagle3_jax.tree_names import parse_tree
 from eagle3_jax.tuning.costs import expand_passes, extend_passes, target_passes
 
 QUESTION = "Explain in a few paragraphs how a mechanical clock keeps time."
-PASSES, SLOTS = 24, 256
+PASSES = 24
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--what-if", nargs="*", default=["chain:1", "chain:2", "chain:3"], help="chains for the what-if part")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--slots", type=int, default=256, help="of the caches that bare passes read, half of them full")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
@@ -58,15 +59,15 @@ def main() -> None:
     shapes = {name: parse_tree(name) for name in args.trees}
     whole = {name: calls.make(draft, shape) for name, shape in shapes.items()} | {"plain": plain_call}
     first = {name: calls.make(draft, shape, 1) for name, shape in shapes.items()} | {"plain": calls.make(None, None, 1)}
-    bare: dict[str, Callable[[], Any]] = {"target x1": partial(target_passes(target, 1, 1, draft.taps, SLOTS), PASSES)}
+    bare: dict[str, Callable[[], Any]] = {"target x1": partial(target_passes(target, 1, 1, draft.taps, args.slots), PASSES)}
     plans: dict[str, list[str]] = {"plain": ["target x1"]}
     for name, shape in shapes.items():
         assert isinstance(shape, (e3.Chain, e3.Tree))
         tree = shape.tree
         passes = {
-            f"target x{tree.nodes}": target_passes(target, tree.nodes, 1, draft.taps, SLOTS),
-            f"extend x{tree.depth + 1}": extend_passes(target, draft, tree.depth + 1, 1, SLOTS),
-            f"expand x{tree.width}": expand_passes(target, draft, tree.width, 1, SLOTS),
+            f"target x{tree.nodes}": target_passes(target, tree.nodes, 1, draft.taps, args.slots),
+            f"extend x{tree.depth + 1}": extend_passes(target, draft, tree.depth + 1, 1, args.slots),
+            f"expand x{tree.width}": expand_passes(target, draft, tree.width, 1, args.slots),
         }
         for key, call in passes.items():
             bare.setdefault(key, partial(call, PASSES))
@@ -87,6 +88,7 @@ def main() -> None:
         }
         print(f"{name:14s} cycle {cycle:7.2f} ms, bare passes {parts:7.2f} ms, ratio {cycle / parts:.3f}", flush=True)
     result["bare_ms"] = {name: seconds[name] / PASSES * 1e3 for name in bare}
+    print("one pass: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in result["bare_ms"].items()), flush=True)
 
     step = result["trees"]["plain"]["cycle_ms"]
     for name in args.what_if:
