@@ -55,7 +55,8 @@ HELP = {
     "batch": "prompts decoded together",
     "chain": "drafts per cycle in measurements",
 }
-FLOATS = ("story_heat", "peak_lr")
+KINDS = {"start": str, "story_heat": float, "peak_lr": float, "warmup": int, "seed": int, "prompt_tokens": int}
+"""Of options that are not whole numbers from 1 on."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -67,15 +68,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = parser.add_argument_group("sizes")
     for field in dataclasses.fields(Setting):
         if field.name in HELP:
-            kind = (
-                str
-                if field.name == "start"
-                else float
-                if field.name in FLOATS
-                else int
-                if field.name in ("seed", "prompt_tokens", "warmup")
-                else positive
-            )
+            kind = KINDS.get(field.name, positive)
             sizes.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=HELP[field.name])
     parser.add_argument("--no-compilation-cache", action="store_true", help="compile anew instead of keeping programs on disk")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")

@@ -105,8 +105,12 @@ def n_alpha_intervals(outputs: Sequence[Output], depth: int, confidence: float =
 
 def acceptance_length(outputs: Sequence[Output], confidence: float = 0.95) -> Interval:
     """Tokens kept per cycle over all rows of the outputs, with the interval over rows; 1 when no cycle ran."""
-    parts = kept_and_cycles(outputs)
-    return bootstrap(parts, lambda sums: np.where(sums[..., 1] > 0, sums[..., 0] / np.maximum(sums[..., 1], 1), 1.0), confidence)
+    return bootstrap(kept_and_cycles(outputs), lambda sums: tokens_per_cycle(sums[..., 0], sums[..., 1]), confidence)
+
+
+def tokens_per_cycle(kept: np.ndarray, cycles: np.ndarray) -> np.ndarray:
+    """kept / cycles, 1 where no cycle ran."""
+    return np.where(cycles > 0, kept / np.maximum(cycles, 1), 1.0)
 
 
 def kept_and_cycles(outputs: Sequence[Output]) -> list[tuple[int, int]]:

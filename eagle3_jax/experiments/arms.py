@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.bench.evaluate import Interval, acceptance_length, bootstrap, kept_and_cycles, n_alpha_intervals
+from eagle3_jax.bench.evaluate import Interval, acceptance_length, bootstrap, kept_and_cycles, n_alpha_intervals, tokens_per_cycle
 from eagle3_jax.decoding.generate import Output, generate
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.drafting import Draft
@@ -92,7 +92,8 @@ class ArmResult:
         """How many per cent this acceptance length is above the other's. The interval is over prompts, each with both its figures: what
         makes a prompt easy for either head falls out of it."""
         pairs = np.concatenate([self.by_prompt, other.by_prompt], axis=1)
-        return bootstrap(pairs, lambda sums: 100 * (sums[..., 0] * sums[..., 3] / (sums[..., 1] * sums[..., 2]) - 1))
+        length = tokens_per_cycle
+        return bootstrap(pairs, lambda sums: 100 * (length(sums[..., 0], sums[..., 1]) / length(sums[..., 2], sums[..., 3]) - 1))
 
 
 def run_arm(material: Material, arm: Arm) -> ArmResult:

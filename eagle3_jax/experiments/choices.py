@@ -33,12 +33,7 @@ DRAFTINGS: dict[str, dict[str, Any]] = {
 def recipes(material: Material, out: Path) -> list[ArmResult]:
     """Every recipe by name, unrolled as far as the others: which tokens are scored, by what the sum is divided, which parts are trained."""
     others = [name for name in RECIPES if name != EAGLE_3.of]
-    return compared(
-        material,
-        {EAGLE_3.of: EAGLE_3} | {name: Arm(f"recipe {name}", of=name) for name in others},
-        out,
-        "which recipe?",
-    )
+    return compared(material, {EAGLE_3.of: EAGLE_3} | {name: Arm(f"recipe {name}", of=name) for name in others}, out, "which recipe?")
 
 
 def rates(material: Material, out: Path) -> list[ArmResult]:
@@ -53,32 +48,27 @@ def losses(material: Material, out: Path) -> list[ArmResult]:
     """Every loss by name, all else as in EAGLE-3."""
     base = EAGLE_3.recipe(material.setting).loss
     others = [name for name in ROW_LOSSES if name not in (base, SAME_GRADIENT)]
-    return compared(
-        material,
-        {base.replace("_", "\n"): EAGLE_3} | {name.replace("_", "\n"): Arm(f"loss {name}", loss=name) for name in others},
-        out,
-        "which loss?",
-    )
+    return compared(material, {base: EAGLE_3} | {name: Arm(f"loss {name}", loss=name) for name in others}, out, "which loss?")
 
 
 def compared(material: Material, arms: dict[str, Arm], out: Path, question: str, order: Sequence[str] = ()) -> list[ArmResult]:
-    """The arms as bars by their labels, beside them what each gains over the first, prompt by prompt; last the head that they all start
+    """The arms as bars by these names, beside them what each gains over the first, prompt by prompt; last the head that they all start
     from, where there is one. order: of the bars, where it is not that of the arms."""
-    results = {label: run_arm(material, arm) for label, arm in arms.items()}
+    results = {name: run_arm(material, arm) for name, arm in arms.items()}
     shown = list(order or arms)
     if material.from_head:
         results["start"] = run_arm(material, START)
         shown.append("start")
-    first = next(iter(results.values()))
+    base, first = next(iter(results.items()))
+    labels = [name.replace("_", "\n") for name in shown]
     figure, axes = new_figure(max(8.0, 2.3 * len(results)), 3.8, columns=2)
-    bars(axes[0, 0], shown, {"": [results[label].acceptance_length for label in shown]})
+    bars(axes[0, 0], labels, {"": [results[name].acceptance_length for name in shown]})
     axes[0, 0].set_ylim(bottom=1.0)
     tidy(axes[0, 0], f"Acceptance length: {question}", "", "tokens kept per cycle (T = 0)")
-    bars(axes[0, 1], shown, {"": [results[label].percent_over(first) for label in shown]}, 1)
+    bars(axes[0, 1], labels, {"": [results[name].percent_over(first) for name in shown]}, 1)
     axes[0, 1].axhline(0, color=GREY, lw=1)
-    name = next(iter(arms)).replace("\n", " ")
     axes[0, 1].margins(y=0.12)
-    tidy(axes[0, 1], f"Against {name}, prompt by prompt", "", "% more tokens kept per cycle")
+    tidy(axes[0, 1], f"Against {base}, prompt by prompt", "", "% more tokens kept per cycle")
     save_png(figure, out)
     return list(results.values())
 
